@@ -1,0 +1,48 @@
+"""Trains an unchanged LightningModule under any layout of ranks to the numbers it would reach in one process.
+
+Public names load on first use, so that importing the package costs milliseconds and touches no device:
+
+Example::
+
+    import lightning_bigmodel
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(devices=2, accelerator="cpu", strategy="bigmodel_pipeline")
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_bigmodel._registration import register_with_lightning
+
+if TYPE_CHECKING:
+    from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
+
+__all__ = ["BigModelStrategy", "__version__"]
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first asked for."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("lightning-bigmodel")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names are {sorted(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, loaded or not."""
+    return sorted({*globals(), *__all__})
+
+
+register_with_lightning()

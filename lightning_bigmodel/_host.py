@@ -1,0 +1,184 @@
+"""The only place that touches private or moving API of torch and Lightning.
+
+Each entry says what it stands for and for which versions it was checked. Lightning is imported inside functions only, so
+that the plain-torch packages can use this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+# FakeTensorMode has no public home (torch 2.11 - 2.14).
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# The split of a backward into its input half and its weight half (zero-bubble schedules) is only in this private module
+# (torch 2.11 - 2.14).
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "default_store",
+    "mark_schedule_initialized",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
+
+
+def default_store() -> Any:
+    """The store of the default process group (torch 2.11 - 2.14)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def mark_schedule_initialized(schedule: Any) -> None:
+    """Tell a schedule that its stages need no metadata exchange and no warm-up.
+
+    Our stages know every shape beforehand. The flags are private: `_stage_initialized` / `_stages_initialized` up to torch
+    2.12, `_stage_forward_initialized` ... from 2.13 on. Setting one that a version does not read is harmless.
+    """
+    for flag in (
+        "_stage_initialized",
+        "_stages_initialized",
+        "_stage_forward_initialized",
+        "_stage_backward_initialized",
+        "_stages_forward_initialized",
+        "_stages_backward_initialized",
+    ):
+        setattr(schedule, flag, True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has a shape but no data."""
+    return isinstance(tensor, FakeTensor)
+
+
+# -- Lightning (2.6) -----------------------------------------------------------------------------------------------------
+
+
+def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | None) -> None:
+    """Start torch.distributed for a strategy, as Lightning's own strategies do.
+
+    On CUDA the default takes gloo along: batches and Python objects are exchanged as CPU tensors.
+    """
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device,
+        _init_dist_connection,
+    )
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    reset_seed()
+    environment = strategy.cluster_environment
+    environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
+    environment.set_world_size(strategy.num_nodes * strategy.num_processes)
+    rank_zero_only.rank = fabric_rank_zero_only.rank = strategy.global_rank
+    device = strategy.root_device
+    if backend is None:
+        backend = _get_default_process_group_backend_for_device(device)
+        if device.type == "cuda":
+            backend = f"cpu:gloo,cuda:{backend}"
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if device.type != "cpu":
+        options["device_id"] = device
+    _init_dist_connection(environment, backend, **options)
+
+
+@cache
+def host_attributes() -> frozenset[str]:
+    """Attributes every LightningModule has of its own."""
+    import lightning.pytorch as pl
+
+    return frozenset(pl.LightningModule().__dict__) | {"log", "_forward_module"}
+
+
+def replace_norm_clipping(precision: Any, clip: Callable[[Any, float], None]) -> None:
+    """Let a precision plugin clip by a norm over all ranks; `clip(optimizer, clip_value)`."""
+    precision.__dict__["clip_grad_by_norm"] = clip
+
+
+def restore_norm_clipping(precision: Any) -> None:
+    """Undo `replace_norm_clipping`."""
+    precision.__dict__.pop("clip_grad_by_norm", None)
+
+
+def optimizers_to_device(optimizers: Sequence[Any], device: torch.device) -> None:
+    """Move optimizer states."""
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+
+    _optimizers_to_device(list(optimizers), device)
+
+
+def first_loader(trainer: pl.Trainer) -> tuple[Any, str]:
+    """The first data loader of the run that is about to start, set up, and the name of the step that takes its batches.
+
+    The loops keep what is set up here, as they do when `trainer.estimated_stepping_batches` is read.
+    """
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    loops = {
+        TrainerFn.FITTING: (trainer.fit_loop, "training_step"),
+        TrainerFn.VALIDATING: (trainer.validate_loop, "validation_step"),
+        TrainerFn.TESTING: (trainer.test_loop, "test_step"),
+        TrainerFn.PREDICTING: (trainer.predict_loop, "predict_step"),
+    }
+    assert trainer.state.fn is not None
+    loop, step_name = loops[trainer.state.fn]
+    loop.setup_data()
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    return (loaders[0] if loaders else None), step_name
+
+
+def train_loader(trainer: pl.Trainer) -> Any:
+    """The training loader, if there is exactly one."""
+    combined = trainer.fit_loop._combined_loader
+    return combined.flattened[0] if combined is not None and len(combined.flattened) == 1 else None
+
+
+def load_loader_states(trainer: pl.Trainer) -> None:
+    """Hand saved loader states to loaders that were set up before the checkpoint was read; does nothing twice."""
+    trainer.fit_loop._load_combined_loader_states()
+
+
+def wants_distributed_sampler(trainer: pl.Trainer) -> bool:
+    """The Trainer's `use_distributed_sampler`."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def transfer_batch(trainer: pl.Trainer, batch: Any) -> Any:
+    """A batch as a step sees it: converted, through the user's transfer hooks, on the device."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def step_arguments(step: Callable[..., Any], rest: Sequence[Any]) -> Sequence[Any]:
+    """The arguments after the batch that a step takes."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    if rest and not is_param_in_hook_signature(step, "batch_idx", min_args=2):
+        return ()
+    return rest
+
+
+@contextmanager
+def silent_loggers(trainer: pl.Trainer) -> Iterator[None]:
+    """Loggers that take everything and keep nothing, for steps that are traced and not run."""
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers

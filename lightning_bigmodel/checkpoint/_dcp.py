@@ -1,0 +1,212 @@
+"""The calls of ``torch.distributed.checkpoint``, with what is awkward in them kept in this file.
+
+Its errors derive from ``BaseException``, it warns whenever it is used without a process group, and it pickles
+whatever a rank raised in order to send it, which itself fails (and leaves the other ranks waiting) for some errors.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_bigmodel.checkpoint._pickle import read_pickled
+from lightning_bigmodel.checkpoint._ranks import Ranks
+
+Progress = Callable[[str], None]
+
+
+def write_tensors(directory: Path, state: dict[str, Any], ranks: Ranks) -> dcp_metadata.Metadata:
+    """Write every rank's entries of ``state``; one that several ranks hold is written by one of them.
+
+    Communication: torch gathers the list of entries to the first rank and scatters what each writes.
+
+    Args:
+        directory: An empty directory that every rank sees.
+        state: Flat keys to tensors or to anything that ``torch.save`` takes. Equal keys hold equal values.
+        ranks: All ranks that call this together.
+
+    Raises:
+        RuntimeError: On every rank, if writing failed on any; names the rank.
+    """
+    # A tuple hides values that have `state_dict()`: torch would call it and save the outcome in their place.
+    wrapped = {key: value if isinstance(value, torch.Tensor) else (value,) for key, value in state.items()}
+    try:
+        with _without_process_group_warning():
+            metadata = save(
+                wrapped,
+                # Our own flush follows: torch 2.13 and older do not flush Python's buffer before its fsync.
+                storage_writer=_Writer(directory, sync_files=False),
+                planner=_WritePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.group,
+                no_dist=not ranks.is_distributed,
+            )
+    except CheckpointException as failure:
+        if not ranks.is_distributed:
+            raise _only_failure(failure) from None
+        ranks.raise_failures("Writing tensors", {rank: _said(error) for rank, (error, _) in failure.failures.items()})
+    if not isinstance(metadata, dcp_metadata.Metadata):
+        raise AssertionError(f"torch.distributed.checkpoint.save returned {type(metadata).__name__}")
+    return metadata
+
+
+def read_values(
+    directory: Path, targets: dict[str, Any], *, weights_only: bool, on_read: Progress | None = None
+) -> None:
+    """Read the keys of ``targets`` in place, without communication.
+
+    Tensors are copied into the given ones, one at a time; other values replace what ``targets`` has.
+
+    Args:
+        directory: A complete checkpoint.
+        targets: Key to a tensor of the saved shape, or to ``None`` for a value that is no tensor.
+        weights_only: Refuse pickles that are more than tensors and plain containers.
+        on_read: Called with the key after each value.
+    """
+    objects = [key for key, value in targets.items() if not isinstance(value, torch.Tensor)]
+    remaining = set(targets)
+
+    def report(key: str) -> None:
+        # Once a key, though one that several ranks wrote has several parts.
+        if on_read is not None and key in remaining:
+            remaining.remove(key)
+            on_read(key)
+
+    reader = _GuardedReader(directory) if weights_only else FileSystemReader(directory)
+    try:
+        with _without_process_group_warning():
+            load(
+                targets,
+                storage_reader=reader,
+                planner=_ReadPlanner(weights_only, report),
+                no_dist=True,
+            )
+    except CheckpointException as failure:
+        raise _only_failure(failure) from None
+    for key in objects:
+        targets[key] = targets[key][0]
+    for key in sorted(remaining):  # tensors without elements are not read at all
+        report(key)
+
+
+@contextmanager
+def _without_process_group_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
+        )
+        yield
+
+
+def _only_failure(failure: CheckpointException) -> BaseException:
+    """The original error of the one process that takes part."""
+    error, _ = next(iter(failure.failures.values()))
+    return error.__cause__ if isinstance(error, _Sendable) and error.__cause__ is not None else error
+
+
+def _said(error: BaseException) -> tuple[str, str]:
+    """Type name and message; those of the original for an error that was made sendable."""
+    if isinstance(error, _Sendable):
+        return error.kind, error.message
+    return type(error).__name__, str(error)
+
+
+class _Sendable(Exception):
+    """An error as two strings, so that sending it to the other ranks cannot fail."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = message
+
+
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _Sendable(type(error).__name__, str(error)) from error
+
+
+class _WritePlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        try:
+            return super().create_local_plan()
+        except Exception as error:
+            raise _Sendable(type(error).__name__, str(error)) from error
+
+
+class _ReadPlanner(DefaultLoadPlanner):
+    def __init__(self, weights_only: bool, report: Progress) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+        self._report = report
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        self.state_dict[fqn] = read_pickled(value, weights_only=self._weights_only, name=fqn)
+        self._report(fqn)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._report(read_item.dest_index.fqn)
+
+
+class _GuardedReader(FileSystemReader):
+    """Reads the table of tensors, which torch pickles, by a list of the classes such a table is made of."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        # At once: an error inside `load` would be logged and replaced by one that says less.
+        with (directory / ".metadata").open("rb") as file:
+            self._table: dcp_metadata.Metadata = _TableUnpickler(file).load()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+        return self._table
+
+
+class _TableUnpickler(pickle.Unpickler):
+    _ALLOWED = frozenset(
+        (dcp_metadata.__name__, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ) | {
+        (dcp_filesystem.__name__, "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "WindowsPath"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise ValueError(
+            f"The checkpoint's table of tensors names `{module}.{name}`, which such a table never needs."
+            " It was tampered with, or written by another torch: load with `weights_only=False` only if you trust it."
+        )

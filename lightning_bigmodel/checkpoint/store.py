@@ -1,0 +1,283 @@
+"""Writing and reading a sharded checkpoint directory, by all ranks of any layout or by one process.
+
+The layout of the directory is described in :mod:`lightning_bigmodel.checkpoint.index`. Each tensor is written once,
+the copies of data replicas being spread over them; each rank reads only what it asks for, so any layout and any number
+of ranks can read what any other wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_bigmodel.checkpoint import _dcp, _replace
+from lightning_bigmodel.checkpoint._names import list_with_nearest
+from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
+from lightning_bigmodel.checkpoint._ranks import Ranks
+from lightning_bigmodel.checkpoint.index import (
+    DCP_METADATA_FILE,
+    METADATA_FILE,
+    CheckpointIndex,
+    flush_to_disk,
+    is_complete,
+    is_sharded_checkpoint,
+    make_index,
+    model_key,
+    optimizer_key,
+    rank_file,
+    read_index,
+    write_mark,
+)
+from lightning_bigmodel.checkpoint.state import OptimizerState
+
+__all__ = [
+    "LoadedCheckpoint",
+    "is_complete",
+    "is_sharded_checkpoint",
+    "load_sharded",
+    "read_index",
+    "read_rank_state",
+    "save_sharded",
+]
+
+_VISIBLE_WITHIN_SECONDS = 10.0
+
+
+class LoadedCheckpoint(NamedTuple):
+    """What :func:`load_sharded` read for one rank; tensors are on the CPU."""
+
+    model_state: dict[str, Any]
+    """State-dict name to tensor or extra state."""
+    optimizer_states: list[OptimizerState]
+    """One per optimizer: all groups, and state of the names asked for."""
+    metadata: dict[str, Any]
+    """Everything else of a Lightning checkpoint."""
+    rank_state: dict[str, Any] | None
+    """What this rank saved of its own; ``None`` if the layout is another one."""
+
+
+def save_sharded(
+    directory: str | os.PathLike[str],
+    *,
+    model_state: Mapping[str, Any],
+    optimizer_states: Sequence[OptimizerState] | None,
+    metadata: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    layout: Mapping[str, int] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write one checkpoint together with all ranks; what was there before is replaced when the new one is complete.
+
+    Written beside ``directory``, flushed to disk, marked complete and renamed by rank 0. If any rank fails, all raise
+    and the previous checkpoint stays. Returns on every rank after the rename.
+
+    Communication: the list of entries to the first rank and back, and three small all-gathers; no tensor is sent.
+    Memory: one tensor at a time on the CPU beside those given.
+
+    Args:
+        directory: Where the checkpoint goes, on storage that all ranks see, such as ``"checkpoints/last.ckpt"``.
+        model_state: What this rank owns, from :func:`~lightning_bigmodel.checkpoint.state.model_state_by_name`.
+        optimizer_states: This rank's part of each optimizer, in the same order on every rank, from
+            :func:`~lightning_bigmodel.checkpoint.state.optimizer_state_by_name`. ``None``: only weights are saved.
+        metadata: The rest of a Lightning checkpoint (``epoch``, ``global_step``, ``loops``, ...); rank 0's is saved.
+        rank_state: What only this rank has (random generators, loader positions).
+        layout: Mesh axis to its size, such as ``{"pipe": 2, "data_replicate": 2}``. Default: ``None``, not recorded.
+        process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
+
+    Raises:
+        ValueError: If ``metadata`` has tensors that belong elsewhere, or ranks give different numbers of optimizers.
+        FileNotFoundError: If a rank does not see the directory that rank 0 made.
+        RuntimeError: If anything else failed on any rank. Raised on all ranks, naming the one that failed.
+    """
+    ranks = Ranks(process_group)
+    target = Path(directory)
+    num_optimizers = None if optimizer_states is None else len(optimizer_states)
+    checked = ranks.agree("Preparing the checkpoint", lambda: _check_given(model_state, optimizer_states, metadata))
+    if len(set(checked)) != 1:
+        raise ValueError(
+            f"`optimizer_states` has different lengths on different ranks: {checked}. Give all optimizers."
+        )
+    temporary = ranks.agree("Preparing the checkpoint", lambda: _replace.begin_writing(target), only_rank=0)[0]
+    if temporary is None:
+        raise AssertionError("rank 0 returned no directory")
+    try:
+        ranks.agree("Preparing the checkpoint", lambda: _wait_until_visible(temporary))
+        table = _dcp.write_tensors(temporary, _flat_state(model_state, optimizer_states or ()), ranks)
+        sizes = ranks.agree("Writing the rank's own files", lambda: _write_own(temporary, ranks.rank, dict(rank_state)))
+
+        def finish() -> None:
+            write_pickled(
+                {
+                    "metadata": dict(metadata),
+                    "param_groups": [state["param_groups"] for state in optimizer_states or ()],
+                    "module_versions": getattr(model_state, "_metadata", None),
+                },
+                temporary / METADATA_FILE,
+            )
+            flush_to_disk(temporary / DCP_METADATA_FILE)
+            files = {name: num_bytes for own in sizes for name, num_bytes in (own or {}).items()}
+            for name in (METADATA_FILE, DCP_METADATA_FILE):
+                files[name] = (temporary / name).stat().st_size
+            write_mark(temporary, make_index(table, files, metadata, layout or {}, ranks.num_ranks, num_optimizers))
+            _replace.finish_writing(temporary, target)
+
+        ranks.agree("Completing the checkpoint", finish, only_rank=0)
+    except BaseException:
+        if ranks.rank == 0:
+            _replace.remove(temporary)
+        raise
+
+
+def load_sharded(
+    directory: str | os.PathLike[str],
+    *,
+    model_names: Collection[str] | None = None,
+    optimizer_names: Collection[str] | None = None,
+    layout: Mapping[str, int] | None = None,
+    weights_only: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadedCheckpoint:
+    """Read what this rank asks for, whatever layout wrote it. All ranks of the group call it together.
+
+    Pickled data can run code when it is loaded. ``weights_only=False`` is for directories you trust, such as those
+    your own run wrote; ``True`` refuses everything but tensors and plain containers.
+
+    Communication: two small all-gathers; tensors are read by each rank from the directory, none is sent.
+    Memory: the tensors asked for, and one more at a time, on the CPU.
+
+    Args:
+        directory: A complete sharded checkpoint.
+        model_names: State-dict names to read. Default: ``None``, all.
+        optimizer_names: Parameters whose optimizer state is read; one that has none saved gets none. ``()`` reads the
+            groups alone. Default: ``None``, all.
+        layout: This run's layout, to decide whether ``rank_state`` fits. Default: ``None``, only their number counts.
+        weights_only: See above. Default: ``False``.
+        process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
+
+    Raises:
+        FileNotFoundError: If there is nothing at ``directory``.
+        ValueError: If it is no sharded checkpoint, is incomplete, lacks names asked for, or has what ``weights_only``
+            refuses.
+        RuntimeError: If reading failed on any rank. Like the others raised on all ranks.
+    """
+    ranks = Ranks(process_group)
+
+    def locate() -> Path:
+        found = _replace.find(Path(directory))
+        read_index(found)
+        return found
+
+    # Rank 0 looks whether all files are there: every rank asking after every file would be ranks squared.
+    found = ranks.agree("Opening the checkpoint", locate, only_rank=0)[0]
+    if found is None:
+        raise AssertionError("rank 0 returned no directory")
+    loaded: list[LoadedCheckpoint] = []
+
+    def read() -> None:
+        index = read_index(found, check_files=False)
+        own_rank = ranks.rank if _same_layout(index, layout, ranks.num_ranks) else None
+        loaded.append(_read(found, index, model_names, optimizer_names, own_rank, weights_only))
+
+    ranks.agree("Reading the checkpoint", read)
+    return loaded[0]
+
+
+def read_rank_state(directory: str | os.PathLike[str], rank: int, *, weights_only: bool = False) -> dict[str, Any]:
+    """What one of the ranks that wrote the checkpoint saved of its own, for re-distribution over another layout.
+
+    Raises:
+        ValueError: If no such rank wrote it, or it has what ``weights_only`` refuses.
+    """
+    found = _replace.find(Path(directory))
+    index = read_index(found, check_files=False)
+    if not 0 <= rank < index.num_ranks:
+        raise ValueError(f"`rank` is {rank}, but `{directory}` was written by {index.num_ranks} ranks.")
+    state: dict[str, Any] = read_pickled(found / rank_file(rank), weights_only=weights_only)
+    return state
+
+
+def _check_given(
+    model_state: Mapping[str, Any], optimizer_states: Sequence[OptimizerState] | None, metadata: Mapping[str, Any]
+) -> int | None:
+    for key, belongs in (("state_dict", "model_state"), ("optimizer_states", "optimizer_states")):
+        if key in metadata:
+            raise ValueError(f"`metadata` has `{key}`: take it out and give its content as `{belongs}`.")
+    return None if optimizer_states is None else len(optimizer_states)
+
+
+def _flat_state(model_state: Mapping[str, Any], optimizer_states: Sequence[OptimizerState]) -> dict[str, Any]:
+    flat = {model_key(name): value for name, value in model_state.items()}
+    for number, optimizer_state in enumerate(optimizer_states):
+        for name, entries in optimizer_state["state"].items():
+            flat.update({optimizer_key(number, name, key): value for key, value in entries.items()})
+    return flat
+
+
+def _wait_until_visible(directory: Path) -> None:
+    """A network file system may show a new directory to other machines a moment late."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_SECONDS
+    while not directory.is_dir():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"Rank 0 made `{directory}`, which this rank does not see after {_VISIBLE_WITHIN_SECONDS:.0f} seconds."
+                " Sharded checkpoints need storage that all machines share: set `dirpath` or `default_root_dir` to it."
+            )
+        time.sleep(0.05)
+
+
+def _write_own(directory: Path, rank: int, rank_state: dict[str, Any]) -> dict[str, int]:
+    """Write the rank's state, flush its tensor files; returns the sizes of its files in bytes."""
+    write_pickled(rank_state, directory / rank_file(rank))
+    own = [directory / rank_file(rank), *directory.glob(f"__{rank}_*.distcp")]
+    for path in own[1:]:
+        flush_to_disk(path)
+    return {path.name: path.stat().st_size for path in own}
+
+
+def _same_layout(index: CheckpointIndex, layout: Mapping[str, int] | None, num_ranks: int) -> bool:
+    return index.num_ranks == num_ranks and (layout is None or index.layout == dict(layout))
+
+
+def _read(
+    directory: Path,
+    index: CheckpointIndex,
+    model_names: Collection[str] | None,
+    optimizer_names: Collection[str] | None,
+    own_rank: int | None,
+    weights_only: bool,
+) -> LoadedCheckpoint:
+    available = index.model_names
+    names = list(available) if model_names is None else list(model_names)
+    if missing := set(names) - set(available):
+        raise ValueError(f"`{directory}` lacks {list_with_nearest(missing, available)}.")
+    wanted = {model_key(name) for name in names}
+    optimizer_keys = [
+        {
+            name: keys
+            for name, keys in index.optimizer_keys(number).items()
+            if optimizer_names is None or name in optimizer_names
+        }
+        for number in range(index.num_optimizers or 0)
+    ]
+    wanted.update(key for by_name in optimizer_keys for keys in by_name.values() for key in keys.values())
+    values = {key: index.tensors[key].allocate() if key in index.tensors else None for key in sorted(wanted)}
+    _dcp.read_values(directory, values, weights_only=weights_only)
+    pickled = read_pickled(directory / METADATA_FILE, weights_only=weights_only)
+    model_state: OrderedDict[str, Any] = OrderedDict((name, values[model_key(name)]) for name in names)
+    if pickled["module_versions"] is not None:
+        model_state._metadata = pickled["module_versions"]  # type: ignore[attr-defined]
+    optimizer_states: list[OptimizerState] = [
+        {
+            "state": {name: {key: values[at] for key, at in keys.items()} for name, keys in by_name.items()},
+            "param_groups": groups,
+        }
+        for by_name, groups in zip(optimizer_keys, pickled["param_groups"], strict=True)
+    ]
+    rank_state = None if own_rank is None else read_pickled(directory / rank_file(own_rank), weights_only=weights_only)
+    return LoadedCheckpoint(model_state, optimizer_states, pickled["metadata"], rank_state)

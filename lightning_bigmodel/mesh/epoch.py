@@ -1,0 +1,275 @@
+"""One pass over a loader, the same batches on every rank of a model group."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_bigmodel.mesh.broadcast import Message, broadcast_message, digest_batch, pack_batch
+from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
+
+__all__ = ["EpochBatches", "LoadPlan", "Loaded", "share_batch", "source_rng"]
+
+_NUM_CHECKED_BATCHES = 3
+_READY, _DRY, _FAILED = 0, 1, 2
+
+
+@dataclass(kw_only=True)
+class LoadPlan:
+    """Who loads, and with whom it is agreed.
+
+    Args:
+        loader: What is iterated.
+        model_group: Ranks that must see the same batch; None if this rank is alone.
+        model_rank: Index within it; 0 is the source.
+        model_size: Number of ranks of it.
+        data_group: Ranks that load different parts; None if this rank is alone.
+        agree_on_end: Ask all of `data_group` before each batch whether anyone has none left.
+        replicated: Every rank iterates by itself; else only the source does.
+        is_padding: Whether the batch of an index repeats an earlier one.
+    """
+
+    loader: Iterable[Any]
+    model_group: dist.ProcessGroup | None
+    model_rank: int
+    model_size: int
+    data_group: dist.ProcessGroup | None
+    agree_on_end: bool
+    replicated: bool
+    is_padding: Callable[[int], bool]
+
+    @property
+    def loads(self) -> bool:
+        """Whether this rank iterates the loader itself."""
+        return self.replicated or self.model_rank == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Outcome of asking a loader for a batch: a batch, the end of the data, or an exception."""
+
+    batch: Any = None
+    is_end: bool = False
+    error: Exception | None = None
+    padding: bool = False
+
+    @property
+    def flag(self) -> int:
+        """0 for a batch, 1 for the end, 2 for an exception."""
+        return _FAILED if self.error is not None else _DRY if self.is_end else _READY
+
+
+class EpochBatches(Iterator[Any]):
+    """Iterator over one epoch. Every rank of a model group must ask for the same number of batches.
+
+    Nothing is loaded or sent before it is asked for, so ranks that stop early together leave nobody waiting.
+
+    Args:
+        plan: Who loads.
+        on_start: Called once, at the first batch.
+        on_batch: Called with index and outcome of each batch.
+    """
+
+    def __init__(self, plan: LoadPlan, on_start: Callable[[], None], on_batch: Callable[[int, Loaded], None]) -> None:
+        self._plan = plan
+        self._on_start = on_start
+        self._on_batch = on_batch
+        self._index = 0
+        self._finished = False
+        self._iterator: Iterator[Any] | None = None
+        self._buffered: Loaded | None = None
+        self._start_error: Exception | None = None
+        if plan.loads and not (plan.replicated and plan.model_size > 1):
+            # Here and not at the first `next`, because one process starts workers and draws their seed here.
+            self._start()
+
+    def __next__(self) -> Any:
+        if self._finished:
+            raise StopIteration
+        if self._index == 0:
+            self._on_start()
+        loaded = self._load() if self._plan.loads else None
+        if loaded is not None and self._plan.agree_on_end:
+            loaded = _agree(loaded, self._plan)
+        if self._plan.replicated:
+            assert loaded is not None
+            if self._index < _NUM_CHECKED_BATCHES:
+                loaded = _check_same(loaded, self._index, self._plan)
+        else:
+            loaded = share_batch(loaded, self._index, self._plan)
+        assert loaded is not None
+        if loaded.flag != _READY:
+            self._finished = True
+            if loaded.error is not None:
+                raise loaded.error
+            raise StopIteration
+        self._on_batch(self._index, loaded)
+        self._index += 1
+        return loaded.batch
+
+    def peek(self) -> Loaded:
+        """Load the first batch here and keep it for `next`."""
+        if self._buffered is None:
+            self._buffered = self._load()
+        return self._buffered
+
+    def _start(self) -> None:
+        try:
+            if self._plan.replicated:
+                _use_source_worker_seeds(self._plan)
+            self._iterator = iter(self._plan.loader)
+        except Exception as error:
+            self._start_error = error
+
+    def _load(self) -> Loaded:
+        if self._buffered is not None:
+            loaded, self._buffered = self._buffered, None
+            return loaded
+        if not self._plan.replicated or self._plan.model_size == 1:
+            return self._ask()
+        # The ranks' own random states drift apart, as their stages draw different numbers: each batch is loaded under
+        # the source's present state. The source itself draws from it as one process does.
+        own = capture_rng()
+        restore_rng(source_rng(own, self._plan))
+        try:
+            if self._iterator is None and self._start_error is None:
+                self._start()
+            return self._ask()
+        finally:
+            if self._plan.model_rank != 0:
+                restore_rng(own)
+
+    def _ask(self) -> Loaded:
+        if self._start_error is not None:
+            return Loaded(error=self._start_error)
+        assert self._iterator is not None
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return Loaded(is_end=True)
+        except Exception as error:
+            return Loaded(error=error)
+        return Loaded(batch=batch, padding=self._plan.is_padding(self._index))
+
+
+def source_rng(own: RngState, plan: LoadPlan) -> RngState:
+    """Return the random state of the model group's source. Collective over the model group (one broadcast, 64 KiB)."""
+    if plan.model_size == 1:
+        return own
+    assert plan.model_group is not None
+    message = Message(kind="rng", batch_index=0, body=pickle.dumps(own), tensors=[]) if plan.model_rank == 0 else None
+    message = broadcast_message(message, plan.model_group)
+    state: RngState = own if plan.model_rank == 0 else pickle.loads(message.body)
+    return state
+
+
+def share_batch(loaded: Loaded | None, batch_index: int, plan: LoadPlan) -> Loaded:
+    """Hand what the source loaded to its model group. Collective over the model group.
+
+    Args:
+        loaded: On the source what its loader gave, elsewhere None.
+        batch_index: Which batch of the epoch every rank of the group is asking for.
+        plan: Who loads.
+
+    Returns:
+        On the source what it gave (or the exception that kept it from being sent), elsewhere the like of it; an
+        exception arrives as a RuntimeError with the traceback's text.
+    """
+    if plan.model_size == 1:
+        assert loaded is not None
+        return loaded
+    assert plan.model_group is not None
+    if loaded is not None:
+        message, loaded = _message_of(loaded, batch_index)
+        broadcast_message(message, plan.model_group)
+        return loaded
+    message = broadcast_message(None, plan.model_group)
+    if message.kind == "error":
+        source = dist.get_process_group_ranks(plan.model_group)[0]
+        text = message.body.decode(errors="replace")
+        return Loaded(
+            error=RuntimeError(f"The data loader failed on rank {source}, which loads for this rank:\n{text}")
+        )
+    if message.batch_index != batch_index:
+        return Loaded(
+            error=RuntimeError(
+                f"This rank asked for batch {batch_index}, but the rank that loads for it sent batch "
+                f"{message.batch_index}: all ranks of a model must take the same number of batches. Look for a `break` "
+                "or an iteration that only some ranks make."
+            )
+        )
+    if message.kind == "end":
+        return Loaded(is_end=True)
+    return Loaded(batch=message.batch(), padding=message.padding)
+
+
+def _message_of(loaded: Loaded, batch_index: int) -> tuple[Message, Loaded]:
+    if loaded.flag == _READY:
+        try:
+            body, tensors = pack_batch(loaded.batch)
+        except TypeError as error:
+            loaded = Loaded(error=error)
+        else:
+            message = Message(kind="batch", batch_index=batch_index, padding=loaded.padding, body=body, tensors=tensors)
+            return message, loaded
+    if loaded.error is not None:
+        text = "".join(traceback.format_exception(loaded.error))
+        return Message(kind="error", batch_index=batch_index, body=text.encode(), tensors=[]), loaded
+    return Message(kind="end", batch_index=batch_index, tensors=[]), loaded
+
+
+def _agree(loaded: Loaded, plan: LoadPlan) -> Loaded:
+    """End the epoch on every data rank as soon as one has no batch left: the maximum of one flag before each batch."""
+    flag = torch.tensor(loaded.flag)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=plan.data_group)
+    if flag.item() == _FAILED:
+        return _same_outcome_or_error(loaded, "", plan.data_group)
+    return loaded if flag.item() == _READY else Loaded(is_end=True)
+
+
+def _check_same(loaded: Loaded, batch_index: int, plan: LoadPlan) -> Loaded:
+    if plan.model_size == 1:
+        return loaded
+    what = "the end of the data" if loaded.is_end else digest_batch(loaded.batch)
+    return _same_outcome_or_error(loaded, what, plan.model_group, f"batch {batch_index} of the epoch")
+
+
+def _same_outcome_or_error(loaded: Loaded, what: str, group: dist.ProcessGroup | None, name: str = "a batch") -> Loaded:
+    """Compare outcomes over a group; on any exception or difference every rank gets an exception."""
+    text = "".join(traceback.format_exception(loaded.error)) if loaded.error is not None else None
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (what, text), group=group)
+    assert group is not None
+    ranks = dist.get_process_group_ranks(group)
+    failed = [f"rank {rank}:\n{text}" for rank, (_, text) in zip(ranks, outcomes, strict=True) if text is not None]
+    if loaded.error is not None:
+        return loaded
+    if failed:
+        return Loaded(error=RuntimeError("The data loader failed on " + "\n".join(failed)))
+    different = [rank for rank, outcome in zip(ranks, outcomes, strict=True) if outcome != outcomes[0]]
+    if different:
+        return Loaded(
+            error=ValueError(
+                f'With `batch_source="replicated"` rank {different} loaded another {name} than rank {ranks[0]} of '
+                "the same model: its stages would train on different data. Look for randomness that depends on the "
+                'rank (a seed, `worker_init_fn`, the order of files), or use `batch_source="broadcast"`.'
+            )
+        )
+    return loaded
+
+
+def _use_source_worker_seeds(plan: LoadPlan) -> None:
+    """Make a `worker_init_fn` that mixes in the rank (`partial(fn, rank=...)`) mix in the source's."""
+    init_fn = getattr(plan.loader, "worker_init_fn", None)
+    if plan.model_group is None or not isinstance(init_fn, functools.partial) or "rank" not in init_fn.keywords:
+        return
+    source = dist.get_process_group_ranks(plan.model_group)[0]
+    keywords = {**init_fn.keywords, "rank": source}
+    plan.loader.worker_init_fn = functools.partial(init_fn.func, *init_fn.args, **keywords)  # type: ignore[attr-defined]

@@ -1,0 +1,193 @@
+"""Which later code consumes what a unit produced: dataflow of one step, tracked at operator level.
+
+Every tensor carries tags saying which unit's output it derives from. Between units, tags spread from operands to results;
+a unit's outputs get a fresh tag each. The positions at which a tag is consumed say how far the value must travel.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_bigmodel._host import is_fake
+from lightning_bigmodel.pipeline.tree import leaves, map_tensors, tensor_leaves
+
+__all__ = ["Dataflow", "FlowRecord", "Tag"]
+
+# ("out", unit, leaf) a unit's output; ("in", unit, 0) a value inside a unit; ("param", id, 0) a parameter used outside its
+# unit; ("random", n, 0) the result of a random operator between units.
+Tag = tuple[str, int, int]
+
+_SIZED_BY_DATA = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"}
+
+
+@dataclass
+class FlowRecord:
+    """What one traced step did with the values that cross unit borders."""
+
+    consumers: dict[Tag, set[int]] = field(default_factory=lambda: defaultdict(set))
+    leaks: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    edited_in_place: dict[Tag, set[int]] = field(default_factory=lambda: defaultdict(set))
+    flops: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    data_sized_at: int | None = None
+
+
+class Dataflow(TorchDispatchMode):
+    """Dispatch mode that spreads tags and records who consumes them.
+
+    Args:
+        parameters: id of each (fake or real) parameter tensor -> its key; used to notice use outside the owning unit.
+    """
+
+    def __init__(self, parameters: Mapping[int, int]) -> None:
+        super().__init__()
+        self.record = FlowRecord()
+        self.position = 0  # number of units entered so far; between units, the index of the next one
+        self.inside: int | None = None
+        self._owned: frozenset[int] = frozenset()
+        self._parameters = dict(parameters)
+        self._tags: Any = WeakTensorKeyDictionary()
+        self._outputs: Any = WeakTensorKeyDictionary()
+        self._num_random = 0
+
+    def tags(self, tensors: Iterable[Tensor]) -> set[Tag]:
+        """All tags the given tensors carry."""
+        found: set[Tag] = set()
+        for tensor in tensors:
+            found.update(self._tags.get(tensor, ()))
+            key = self._parameters.get(id(tensor))
+            if key is not None and key not in self._owned:
+                found.add(("param", key, 0))
+        return found
+
+    def consume(self, value: Any, position: int) -> None:
+        """Note that code at `position` reads every tensor in `value`."""
+        for tag in self.tags(tensor_leaves(value)):
+            self._note(tag, position)
+
+    def _note(self, tag: Tag, position: int) -> None:
+        if tag[0] == "in" and tag[1] != self.inside:
+            self.record.leaks[tag[1]].add(position)
+        else:
+            self.record.consumers[tag].add(position)
+
+    def enter(self, unit: int, module: nn.Module, arguments: Any) -> None:
+        """A unit is called: everything handed to it is consumed there."""
+        self.consume(arguments, unit)
+        self.inside = unit
+        self._owned = frozenset(
+            self._parameters[id(parameter)] for parameter in module.parameters() if id(parameter) in self._parameters
+        )
+
+    def leave(self, unit: int, arguments: Any, output: Any) -> list[int | None]:
+        """A unit returned: tag its outputs. Returns, per tensor leaf, the index of the argument it is (or None)."""
+        self.inside, self._owned, self.position = None, frozenset(), unit + 1
+        given = {id(tensor): index for index, tensor in enumerate(tensor_leaves(arguments))}
+        aliases: list[int | None] = []
+        for index, tensor in enumerate(tensor_leaves(output)):
+            aliases.append(given.get(id(tensor)))
+            if aliases[-1] is None:
+                self._tags[tensor] = {("out", unit, index)}
+                self._outputs[tensor] = ("out", unit, index)
+        return aliases
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tags = self.tags(operands)
+        where = self.position if self.inside is None else self.inside
+        for tag in tags:
+            if self.inside is None or tag != ("in", self.inside, 0):
+                self._note(tag, where)
+        self._note_edits(func, args, kwargs, where)
+        output = self._run(func, args, kwargs, operands)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.record.flops[where] += int(formula(*args, **kwargs, out_val=output))
+        if self.inside is not None:
+            tags = {("in", self.inside, 0)}
+        elif tags and torch.Tag.nondeterministic_seeded in func.tags:
+            tags = tags | {("random", self._num_random, 0)}
+            self._num_random += 1
+        for tensor in tensor_leaves(output):
+            if id(tensor) not in self._parameters:
+                self._tags[tensor] = tags | self._tags.get(tensor, set()) if self.inside is None else set(tags)
+        return output
+
+    def _note_edits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: int) -> None:
+        if not func._schema.is_mutable:
+            return
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if isinstance(value, Tensor) and value in self._outputs:
+                self.record.edited_in_place[self._outputs[value]].add(where)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
+        fake = any(is_fake(operand) for operand in operands)
+        name = func._schema.name
+        if name == "aten::_local_scalar_dense":
+            if not fake:
+                if not operands[0].dtype.is_floating_point and operands[0].dtype != torch.bool:
+                    self._sized_by_data()
+                return func(*args, **kwargs)
+            # The value of an intermediate is unknown here; a number that is neither zero nor special keeps user code going.
+            return False if operands[0].dtype == torch.bool else 1.0 if operands[0].dtype.is_floating_point else 1
+        if fake and name == "aten::index":
+            args = (args[0], self._concrete_masks(args[1]), *args[2:])
+        elif fake and name == "aten::masked_select":
+            source, mask = torch.broadcast_tensors(args[0], args[1])
+            self._sized_by_data()
+            count = int(mask.sum()) if not is_fake(mask) else mask.numel()
+            return source.reshape(-1)[:1].expand(count).clone()
+        elif name in _SIZED_BY_DATA:
+            self._sized_by_data()
+        if not fake:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception:  # the shape rule of this operator is stricter than its kernel, or there is none
+            return _run_on_zeros(func, args, kwargs)
+
+    def _concrete_masks(self, indices: Any) -> list[Any]:
+        """Boolean masks made from the batch become index lists, whose sizes a fake operator can use."""
+        concrete: list[Any] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype == torch.bool:
+                self._sized_by_data()
+                real = torch.ones(index.shape, dtype=torch.bool) if is_fake(index) else index
+                concrete.extend(real.nonzero().unbind(1))
+            else:
+                concrete.append(index)
+        return concrete
+
+    def _sized_by_data(self) -> None:
+        if self.record.data_sized_at is None:
+            self.record.data_sized_at = self.position
+
+
+
+def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operator for real, on zeros of the right shapes, and forget the values."""
+    mode: Any = None
+
+    def real(tensor: Tensor) -> Tensor:
+        nonlocal mode
+        if not is_fake(tensor):
+            return tensor
+        mode = tensor.fake_mode  # type: ignore[attr-defined]  # FakeTensor's
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    output = func(*map_tensors(real, args), **map_tensors(real, kwargs))
+    return map_tensors(mode.from_tensor, output)

@@ -1,0 +1,281 @@
+"""Let one rank run a user's whole step while only its own units compute.
+
+Each unit module gets a dynamic subclass that overrides `__call__`; nothing in the module tree is replaced, so names, types
+and state-dict keys stay. During a stage's forward a unit of an earlier stage hands on what was received (or a stand-in), a
+unit of this stage computes, and after this stage's last unit `StageBoundary` leaves the user's code with what must be sent.
+Outside of a stage's forward (and in backward, when recomputation calls a block again) a gated module is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bigmodel.pipeline.trace import LeafSpec, StepTrace
+from lightning_bigmodel.pipeline.tree import is_floating, map_leaves, tensor_leaves
+
+__all__ = ["StageBoundary", "StagePlan", "StageRun", "gate", "is_gated", "ungate"]
+
+
+class StageBoundary(BaseException):
+    """Leaves the user's step at the end of a stage. A `BaseException`, so that `except Exception` does not stop it."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage does in one kind of step at one micro-batch shape.
+
+    Attributes:
+        trace: The traced step.
+        first: Position of the stage's first unit.
+        stop: Position after its last unit.
+        received: (unit, leaf) of each tensor that arrives, in order.
+        sent: (unit, leaf) of each tensor that leaves, in order.
+        position_of: (module, nth call) -> position.
+        touched: Positions whose outputs are edited in place by later code, so that stand-ins need memory of their own.
+    """
+
+    trace: StepTrace
+    first: int
+    stop: int
+    received: tuple[tuple[int, int], ...]
+    sent: tuple[tuple[int, int], ...]
+    position_of: Mapping[tuple[nn.Module, int], int]
+    touched: frozenset[int]
+
+    @classmethod
+    def build(cls, trace: StepTrace, first: int, stop: int) -> StagePlan:
+        """The plan of the stage that owns positions `first` to `stop - 1`."""
+        touched = frozenset(tag[1] for tag in trace.flow.edited_in_place if tag[0] == "out")
+        return cls(
+            trace,
+            first,
+            stop,
+            tuple(trace.carried(first)),
+            tuple(trace.carried(stop)) if stop < trace.end else (),
+            {(call.module, call.nth): position for position, call in enumerate(trace.units)},
+            touched,
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step ends on this stage."""
+        return self.stop == self.trace.end
+
+    def spec(self, key: tuple[int, int]) -> LeafSpec:
+        """Shape and dtype of a travelling tensor."""
+        return self.trace.units[key[0]].leaf_specs[key[1]]
+
+
+class _Identity(torch.autograd.Function):
+    """The same values as a tensor that is not a leaf: user code may edit it in place as it could edit a block's output."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+def as_output(tensor: Tensor) -> Tensor:
+    """A received leaf as if a block of this rank had just returned it."""
+    return _Identity.apply(tensor) if tensor.requires_grad else tensor
+
+
+def stand_in(spec: LeafSpec, device: torch.device, fill: float, *, own_memory: bool) -> Tensor:
+    """A tensor of the right shape for a value this stage must not use; NaN marks it where the dtype can."""
+    value = torch.full((), fill if spec.dtype.is_floating_point or spec.dtype.is_complex else 0, device=device)
+    expanded = value.to(spec.dtype).expand(spec.shape)
+    return expanded.clone(memory_format=torch.contiguous_format) if own_memory else expanded
+
+
+@dataclass
+class StageRun:
+    """One forward of one stage on one micro-batch.
+
+    Args:
+        plan: What to do.
+        inputs: Received tensors, in the order of `plan.received`.
+        device: Where stand-ins are made.
+        on_compute: Called once, before the first unit of the stage computes.
+        fill: Value of the stand-ins for a position (NaN; others are for finding out who read one).
+    """
+
+    plan: StagePlan
+    inputs: Sequence[Tensor]
+    device: torch.device
+    on_compute: Callable[[], None]
+    fill: Callable[[int], float] = field(default=lambda position: float("nan"))
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    is_live: bool = False
+    reached_end: bool = False
+    _inside: bool = False
+    _computing: bool = False
+    _counts: Counter[nn.Module] = field(default_factory=Counter)
+    _arrived: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._arrived = {
+            key: as_output(tensor) for key, tensor in zip(self.plan.received, self.inputs, strict=True)
+        }
+        # Code before the first block belongs to the first stage; code between two blocks to the stage of the later one.
+        self.is_live = self.plan.first == 0
+
+    def call(self, module: nn.Module, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a gated module does instead of its `__call__`."""
+        if self._inside:
+            return compute(*args, **kwargs)
+        nth = self._counts[module]
+        position = self.plan.position_of.get((module, nth))
+        if position is None:
+            if not any(key[0] is module for key in self.plan.position_of):
+                return compute(*args, **kwargs)  # not a unit in this kind of step: every stage computes it itself
+            raise RuntimeError(
+                f"{type(module).__name__} is called {nth + 1} times in this step, more often than when the step was traced. "
+                "A pipelined step must call its blocks in the same way for every micro-batch."
+            )
+        self._counts[module] += 1
+        if self.reached_end:
+            raise RuntimeError(
+                f"The pipeline stage ended after `{self.plan.trace.units[self.plan.stop - 1].name}`, but the step went on: a "
+                "bare `except:` or a `finally: return` swallowed the signal. Catch `Exception` instead."
+            )
+        if position < self.plan.first:
+            return self._hand_on(module, position, args, kwargs)
+        if not self._computing:
+            self._computing = True
+            self.on_compute()
+        self._inside = True
+        try:
+            output = compute(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._keep(position, output)
+        if position == self.plan.stop - 1 and not self.plan.is_last:
+            self.reached_end = True
+            raise StageBoundary
+        return output
+
+    def _hand_on(self, module: nn.Module, position: int, args: Any, kwargs: Any) -> Any:
+        """The output of a unit of an earlier stage: what was received of it, stand-ins for the rest."""
+        given: list[Tensor] | None = None
+        index = -1
+
+        def fill(leaf: Any) -> Any:
+            nonlocal given, index
+            if not isinstance(leaf, LeafSpec):
+                return leaf
+            index += 1
+            if leaf.alias is not None:
+                given = tensor_leaves((args, kwargs)) if given is None else given
+                return given[leaf.alias]
+            arrived = self._arrived.get((position, index))
+            if arrived is not None:
+                return arrived
+            return stand_in(leaf, self.device, self.fill(position), own_memory=position in self.plan.touched)
+
+        output = map_leaves(fill, self.plan.trace.units[position].output)
+        output = _with_hooks(module, output, args, kwargs)
+        if position == self.plan.first - 1:
+            self.is_live = True
+        return output
+
+    def _keep(self, position: int, output: Any) -> None:
+        wanted = [key for key in self.plan.sent if key[0] == position]
+        if not wanted:
+            return
+        tensors = tensor_leaves(output)
+        for key in wanted:
+            spec, tensor = self.plan.spec(key), tensors[key[1]] if key[1] < len(tensors) else None
+            if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                got = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise RuntimeError(
+                    f"`{self.plan.trace.units[position].name}` returned {got} where the trace of this step found "
+                    f"{spec.shape} {spec.dtype}. The shape of a value that travels between stages must follow from the "
+                    "shapes in the batch."
+                )
+            self.outputs[key] = tensor
+
+    def sent_tensors(self) -> list[Tensor]:
+        """What leaves the stage, in the order of `plan.sent`; values only passing through are the received leaves."""
+        received = dict(zip(self.plan.received, self.inputs, strict=True))
+        return [self.outputs[key] if key in self.outputs else received[key] for key in self.plan.sent]
+
+
+def _with_hooks(module: nn.Module, output: Any, args: Any, kwargs: Any) -> Any:
+    """Run the forward hooks users registered on a unit although it does not compute here: they may keep its output."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return output
+    had = "forward" in module.__dict__
+    previous = module.__dict__.get("forward")
+    module.__dict__["forward"] = lambda *_, **__: output
+    try:
+        return nn.Module.__call__(module, *args, **kwargs)
+    finally:
+        if had:
+            module.__dict__["forward"] = previous
+        else:
+            del module.__dict__["forward"]
+
+
+class _Active:
+    run: StageRun | None = None
+
+
+def current_run() -> StageRun | None:
+    """The stage forward in progress in this process, if any."""
+    return _Active.run
+
+
+class _Gate:
+    """Mixin put in front of a unit's class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = _Active.run
+        compute = super().__call__  # type: ignore[misc]  # nn.Module's
+        if run is None:
+            return compute(*args, **kwargs)
+        return run.call(self, compute, args, kwargs)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
+
+
+def gate(modules: Iterable[nn.Module]) -> None:
+    """Put gates on modules (once each)."""
+    for module in modules:
+        if not is_gated(module):
+            cls = type(module)
+            module.__class__ = type(
+                cls.__name__, (_Gate, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            )
+
+
+def ungate(modules: Iterable[nn.Module]) -> None:
+    """Give gated modules their own class back."""
+    for module in modules:
+        if is_gated(module):
+            module.__class__ = type(module).__mro__[2]
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Whether `module` carries a gate."""
+    return isinstance(module, _Gate)
+
+
+class active:
+    """Context manager: `run` decides what gated modules do within."""
+
+    def __init__(self, run: StageRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> StageRun:
+        _Active.run = self._run
+        return self._run
+
+    def __exit__(self, *exception: object) -> None:
+        _Active.run = None

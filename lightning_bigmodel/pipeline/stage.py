@@ -1,0 +1,346 @@
+"""One pipeline stage: the module that runs the user's step, and its side of torch's pipeline schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bigmodel.mesh.rng import capture_rng, restore_rng, seed_all
+from lightning_bigmodel.pipeline.backward import SplitBackward
+from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
+from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
+
+__all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule"]
+
+
+@dataclass
+class MicrobatchTask:
+    """One micro-batch on one stage: what goes in, and what came out.
+
+    Attributes:
+        step: Runs the user's step on this micro-batch.
+        plan: The stage's plan for its shape.
+        weight: Share of this micro-batch in the gradient of the batch (the shares of a batch sum to 1, or are 1 for sums).
+        shared_seed: Random state of code outside of units; the same on every stage.
+        stage_seed: Random state of this stage's units.
+        result: What the user's step returned (last stage).
+        loss: The loss in it, a 0-dim tensor with graph, or None if the step returned None (last stage).
+    """
+
+    step: Callable[[], Any]
+    plan: StagePlan
+    weight: float
+    shared_seed: int
+    stage_seed: int
+    result: Any = None
+    loss: Tensor | None = None
+
+
+class StageModule(nn.Module):
+    """Registers what one stage owns; its forward runs the user's whole step and ends at the stage's border.
+
+    Sharding wraps this module, never one between it and the blocks: the cut unwinds through those.
+    """
+
+    def __init__(self, owned: Iterable[nn.Module], loose: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.owned = nn.ModuleList(owned)
+        self.loose = nn.ParameterList(loose)
+
+    def forward(self, run: StageRun, step: Callable[[], Any]) -> Any:
+        """Run `step` with `run` deciding what computes. Returns its result, or None at the stage's border.
+
+        Raises:
+            RuntimeError: Where the step returned without reaching the border.
+        """
+        with active(run):
+            try:
+                result = step()
+            except StageBoundary:
+                return None
+        if run.plan.is_last:
+            return result
+        border = run.plan.trace.units[run.plan.stop - 1].name
+        if run.reached_end:
+            raise RuntimeError(
+                f"The pipeline stage ended after `{border}`, but the step returned normally: a bare `except:` or a "
+                "`finally: return` swallowed the signal that ends a stage. Catch `Exception` instead."
+            )
+        raise RuntimeError(
+            f"The step returned before `{border}` was called, although it was called when the step was traced. A pipelined "
+            "step must call its blocks in the same way for every micro-batch."
+        )
+
+
+@contextmanager
+def _random_streams(task: MicrobatchTask) -> Iterator[Callable[[], None]]:
+    """Code outside of units draws equal numbers on every stage; units draw from a stream of their stage."""
+    ambient = capture_rng()
+    seed_all(task.shared_seed)
+    try:
+        yield lambda: seed_all(task.stage_seed)
+    finally:
+        restore_rng(ambient)
+
+
+@dataclass
+class _Flight:
+    """State of one micro-batch between its forward and its backward."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # with graph; a value passing through is the input itself
+    sending: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)  # of the outputs, from the next stage
+    input_gradients: list[Tensor | None] = field(default_factory=list)
+    split: SplitBackward | None = None
+
+
+class MicrobatchStage:
+    """What torch's pipeline schedules call: forward, backward and the operations to send and receive.
+
+    torch's own `PipelineStage` fixes one shape for all micro-batches and steps, and learns it by running the stage on
+    uninitialised memory. Here each micro-batch has its own plan: shapes may change freely, nothing is run extra, and slots
+    without a micro-batch (fewer samples than slots) neither compute nor communicate.
+
+    Communication a micro-batch: the tensors of `plan.sent` forward, a gradient for each that requires one backward.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.submod = module
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = device
+        self.group = group
+        self.group_rank = dist.get_rank(group)
+        self.group_size = dist.get_world_size(group)
+        self.has_backward = False
+        self.stage_index_to_group_rank: dict[int, int] = {i: i % self.group_size for i in range(num_stages)}
+        self.output_chunks: list[Any] = []
+        self.tasks: Sequence[MicrobatchTask] = ()
+        self._flights: dict[int, _Flight] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step begins here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step ends here."""
+        return self.stage_index == self.num_stages - 1
+
+    def _peer(self, stage_index: int) -> int:
+        return dist.get_global_rank(
+            self.group or dist.group.WORLD,  # type: ignore[arg-type]  # initialised by the time stages exist
+            self.stage_index_to_group_rank[stage_index],
+        )
+
+    def _flight(self, index: int) -> _Flight:
+        return self._flights.setdefault(index, _Flight())
+
+    def _is_absent(self, index: int) -> bool:
+        return index >= len(self.tasks)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """Forget the previous step."""
+        self._flights.clear()
+
+    def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
+        """Operations that receive the inputs of one micro-batch."""
+        if self.is_first or self._is_absent(index):
+            return []
+        plan = self.tasks[index].plan
+        specs = [plan.spec(key) for key in plan.received]
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
+        self._flight(index).inputs = buffers
+        return [dist.P2POp(dist.irecv, buffer, self._peer(self.stage_index - 1), self.group) for buffer in buffers]
+
+    def set_local_fwd_input(self, previous_outputs: Any, index: int) -> None:
+        """Inputs from the previous stage where it is on this rank too (V schedules)."""
+        if not self._is_absent(index):
+            self._flight(index).inputs = [tensor.detach() for tensor in previous_outputs]
+
+    def forward_one_chunk(
+        self, index: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = False
+    ) -> Any:
+        """Run the forward of one micro-batch; its inputs have arrived."""
+        if self._is_absent(index):
+            return torch.zeros((), device=self.device) if self.is_last else ()
+        task, flight = self.tasks[index], self._flight(index)
+        plan = task.plan
+        for key, tensor in zip(plan.received, flight.inputs, strict=True):
+            tensor.requires_grad_(plan.spec(key).requires_grad and self.has_backward)
+        run, result = self._run(task, flight.inputs)
+        if self.is_last:
+            task.result, task.loss = result, loss_of(result)
+            if task.loss is not None and bool(task.loss.detach().isnan()):
+                self._explain_nan(task, flight.inputs)
+            return torch.zeros((), device=self.device)
+        flight.outputs = run.sent_tensors()
+        flight.sending = [tensor.detach().contiguous() for tensor in flight.outputs]
+        return tuple(flight.sending)
+
+    def _run(
+        self, task: MicrobatchTask, inputs: Sequence[Tensor], fill: Callable[[int], float] = lambda position: float("nan")
+    ) -> tuple[StageRun, Any]:
+        with _random_streams(task) as use_stage_stream:
+            run = StageRun(task.plan, inputs, self.device, use_stage_stream, fill)
+            return run, self.submod(run, task.step)
+
+    def _explain_nan(self, task: MicrobatchTask, inputs: Sequence[Tensor]) -> None:
+        """Tell a loss that is NaN by itself from one that read a stand-in, and name the unit in the second case."""
+        inputs = [tensor.detach() for tensor in inputs]
+
+        def loss_with(fill: Callable[[int], float]) -> float:
+            with torch.no_grad():
+                loss = loss_of(self._run(task, inputs, fill)[1])
+            return float("nan") if loss is None else float(loss)
+
+        losses = [loss_with(lambda position, value=value: value) for value in (0.0, 1.0)]
+        if all(math.isnan(loss) for loss in losses):
+            return
+        readers = [
+            call.name
+            for position, call in enumerate(task.plan.trace.units[: task.plan.first])
+            if math.isnan(loss_with(lambda p, position=position: float("nan") if p == position else 0.0))
+        ]
+        raise RuntimeError(
+            f"The loss reads the output of {', '.join(f'`{name}`' for name in readers) or 'a block'}, which is computed on an "
+            f"earlier pipeline stage and is not sent to this one: the step used it in another way when it was traced (at the "
+            "first batch). A pipelined step must use the same values for every batch; values that are needed only at times "
+            "have to be read in every step (for example multiplied by zero)."
+        )
+
+    def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
+        """Operations that send the outputs of one micro-batch."""
+        if self.is_last or self._is_absent(index):
+            return []
+        flight = self._flight(index)
+        tensors, flight.sending = flight.sending, []
+        return [dist.P2POp(dist.isend, tensor, self._peer(self.stage_index + 1), self.group) for tensor in tensors]
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def get_bwd_recv_ops(self, index: int) -> list[dist.P2POp]:
+        """Operations that receive the gradients of one micro-batch's outputs."""
+        if not self.has_backward or self.is_last or self._is_absent(index):
+            return []
+        plan, flight = self.tasks[index].plan, self._flight(index)
+        specs = [plan.spec(key) for key in plan.sent]
+        flight.gradients = [
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if spec.requires_grad else None for spec in specs
+        ]
+        peer = self._peer(self.stage_index + 1)
+        return [dist.P2POp(dist.irecv, gradient, peer, self.group) for gradient in flight.gradients if gradient is not None]
+
+    def set_local_bwd_input(self, next_input_gradients: Any, index: int) -> None:
+        """Gradients from the next stage where it is on this rank too (V schedules)."""
+        if self.has_backward and not self._is_absent(index):
+            self._flight(index).gradients = list(next_input_gradients)
+
+    def get_local_bwd_output(self, index: int) -> list[Tensor | None]:
+        """Gradients for the previous stage where it is on this rank too (V schedules)."""
+        if not self.has_backward or self._is_absent(index):
+            return []
+        gradients, self._flight(index).input_gradients = self._flight(index).input_gradients, []
+        return gradients
+
+    def backward_one_chunk(
+        self, index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Backward of one micro-batch, or its input half; the gradients of its outputs have arrived."""
+        if not self.has_backward or self._is_absent(index):
+            return
+        task, flight = self.tasks[index], self._flight(index)
+        outputs, gradients, passing = self._roots(task, flight)
+        inputs, flight.inputs, flight.outputs, flight.gradients = flight.inputs, [], [], []
+        if full_backward:
+            found: list[Tensor | None] = full_backward_pass(outputs, gradients, inputs)
+        else:
+            flight.split = SplitBackward(outputs, gradients, inputs, list(self.submod.parameters()))
+            found = [None] * len(inputs) if self.is_first else flight.split.inputs()
+        flight.input_gradients = [
+            _sum_or_zeros(tensor, gradient, passing.get(id(tensor))) if tensor.requires_grad else None
+            for tensor, gradient in zip(inputs, found, strict=True)
+        ]
+
+    def _roots(self, task: MicrobatchTask, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None], dict[int, Tensor]]:
+        """What to differentiate, with which gradients; and the gradients of values that only pass through."""
+        if self.is_last:
+            if task.loss is None:
+                return [], [], {}
+            return [task.loss], [torch.full_like(task.loss, task.weight)], {}
+        passing: dict[int, Tensor] = {}
+        outputs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        arrived = {id(tensor) for tensor in flight.inputs}
+        for output, gradient in zip(flight.outputs, flight.gradients, strict=True):
+            if id(output) not in arrived:
+                outputs.append(output)
+                gradients.append(gradient)
+            elif gradient is not None:
+                passing[id(output)] = gradient
+        return outputs, gradients, passing
+
+    def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
+        """The weight half of the backward of one micro-batch."""
+        if not self.has_backward or self._is_absent(index):
+            return
+        split = self._flight(index).split
+        assert split is not None, "the input half of a backward comes before its weight half"
+        split.weights()
+        self._flight(index).split = None
+
+    def get_bwd_send_ops(self, index: int) -> list[dist.P2POp]:
+        """Operations that send the gradients of one micro-batch's inputs."""
+        if not self.has_backward or self.is_first or self._is_absent(index):
+            return []
+        peer = self._peer(self.stage_index - 1)
+        return [
+            dist.P2POp(dist.isend, gradient, peer, self.group)
+            for gradient in self.get_local_bwd_output(index)
+            if gradient is not None
+        ]
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Called after the last backward: nothing to do, gradients of replicas are summed once a step."""
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """The loss in what a step returned.
+
+    Raises:
+        TypeError: Where it is neither a tensor, nor a mapping with a tensor under "loss", nor None.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if loss is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            f"`training_step` returned {type(result).__name__} without a scalar loss tensor. Return the loss, a dict with the "
+            'loss under "loss", or None to skip the batch.'
+        )
+    return loss.reshape(())
+
+
+def _sum_or_zeros(like: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+    # The previous stage waits for a gradient of everything that requires one, also where this stage did not use the value.
+    if first is None:
+        return torch.zeros_like(like) if second is None else second.contiguous()
+    return first.contiguous() if second is None else first + second

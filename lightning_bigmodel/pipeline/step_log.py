@@ -1,0 +1,113 @@
+"""Record what a user's step logs on every stage and micro-batch, and combine it into what one process would have logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bigmodel.pipeline.gate import current_run
+from lightning_bigmodel.pipeline.microbatch import weighted_mean
+
+__all__ = ["LogEntry", "StepLog", "combine_logs"]
+
+_REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda values: values.sum(0),
+    "max": lambda values: values.amax(0),
+    "min": lambda values: values.amin(0),
+}
+
+
+@dataclass
+class LogEntry:
+    """All values logged under one name by one rank in one step.
+
+    Attributes:
+        name: The metric's name.
+        options: Keyword arguments of the user's call (`prog_bar`, `on_step`, ...), `batch_size` left out.
+        values: One tensor a call, on the CPU; empty for a metric object.
+        weights: Weight of each value in a mean.
+        batch_sizes: Samples behind each value.
+        metric: Module name of a logged torchmetrics object.
+    """
+
+    name: str
+    options: dict[str, Any]
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    metric: str | None = None
+
+
+class StepLog:
+    """Stands in for a module's `log` during a schedule.
+
+    Only calls in code that a stage owns are kept: code before the first block on the first stage, code between two blocks on
+    the stage of the later one, code after the last block on the last stage. So each call is kept once, with real values.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.entries: dict[str, LogEntry] = {}
+        self.weight = 1.0
+        self.num_samples = 1
+        self._metric_names = {module: name for name, module in root.named_modules()}
+
+    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Keep one logged value. Positional arguments after the value follow the host's `log(name, value, prog_bar, ...)`."""
+        run = current_run()
+        if run is not None and not run.is_live:
+            return
+        if args:
+            options.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
+        batch_size = options.pop("batch_size", None)
+        entry = self.entries.setdefault(name, LogEntry(name, options))
+        if isinstance(value, nn.Module):
+            entry.metric = self._metric_names.get(value)
+            if entry.metric is None:
+                raise ValueError(
+                    f"`self.log({name!r}, ...)` was given a metric that is not a submodule of the LightningModule; assign it "
+                    "to an attribute in `__init__`."
+                )
+            return
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        if not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())  # as the host does; a mean of integers must not be floored
+        if tensor.numel() != 1:
+            raise ValueError(f"`self.log({name!r}, ...)` was given a tensor of shape {tuple(tensor.shape)}; log a single value.")
+        entry.values.append(tensor.reshape(()).cpu())
+        entry.weights.append(float(batch_size) if batch_size is not None else self.weight)
+        entry.batch_sizes.append(int(batch_size) if batch_size is not None else self.num_samples)
+
+
+def combine_logs(parts: Sequence[Sequence[LogEntry]]) -> list[tuple[LogEntry, Tensor | None, int]]:
+    """Combine the entries of several ranks, in order.
+
+    Means are weighted by `batch_size` where the user gave it, else by the micro-batch weights; `reduce_fx="sum"`, `"max"` and
+    `"min"` apply to the micro-batches too.
+
+    Returns:
+        (entry, value, batch size) for each name; the value is None for a metric object.
+    """
+    merged: dict[str, LogEntry] = {}
+    for entry in (entry for part in parts for entry in part):
+        known = merged.setdefault(entry.name, LogEntry(entry.name, entry.options, metric=entry.metric))
+        known.values += entry.values
+        known.weights += entry.weights
+        known.batch_sizes += entry.batch_sizes
+    return [
+        (entry, None if entry.metric is not None else _reduced(entry), sum(entry.batch_sizes))
+        for entry in merged.values()
+        if entry.metric is not None or entry.values
+    ]
+
+
+def _reduced(entry: LogEntry) -> Tensor:
+    reduce_fx = entry.options.get("reduce_fx", "mean")
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    reducer = _REDUCERS.get({"amax": "max", "amin": "min"}.get(name, name))
+    if reducer is not None:
+        return reducer(torch.stack(entry.values))
+    return weighted_mean(entry.values, entry.weights)

@@ -1,0 +1,1 @@
+"""How whole-model replicas agree."""

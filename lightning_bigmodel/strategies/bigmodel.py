@@ -1,0 +1,622 @@
+"""`BigModelStrategy`: the wiring between Lightning's Trainer and the plain-torch packages.
+
+One training batch, every hook in place (`M` micro-batches, stages of this rank in schedule order):
+
+    batch = next(loader)                       # first rank of a pipeline loads, the others receive
+    batch_to_device                            # the same random numbers on every rank of a pipeline
+    on_train_batch_start
+    optimizer_step(closure):                   # without optimizer step while accumulating
+        training_step:                         # Strategy.training_step
+            split the batch into M micro-batches
+            run the schedule:                  # forwards and backwards; parameter.grad set aside
+                stage forward: the user's whole training_step, gated to the stage's blocks; self.log recorded
+                stage backward
+            gather losses, logs, outputs and attribute changes
+            self.log replayed once             # progress bar, loggers, monitors see what one process would log
+            return one loss                    # its graph is one node
+        on_before_zero_grad, optimizer.zero_grad
+        on_before_backward, loss.backward      # the set-aside gradients enter parameter.grad, weighted
+        synchronize gradients                  # last batch of the window: tied parameters, data ranks, total weight
+        on_after_backward
+        on_before_optimizer_step
+        clip gradients                         # norm over all ranks of the pipeline
+    optimizer.step                             # every rank: the parameters it owns
+    on_train_batch_end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_bigmodel import _host
+from lightning_bigmodel.mesh import Layout, MeshLoader, RankMesh, build_pipe_subgroups, build_rank_mesh, seeded_rng
+from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
+from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
+from lightning_bigmodel.pipeline.blocks import check_blocks
+from lightning_bigmodel.pipeline.engine import PipelineEngine, StepOutcome
+from lightning_bigmodel.pipeline.gate import current_run
+from lightning_bigmodel.pipeline.gradients import GradientWindow, clip_by_norm
+from lightning_bigmodel.pipeline.metrics import MetricLink
+from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
+from lightning_bigmodel.pipeline.ownership import broadcast_module
+from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
+from lightning_bigmodel.pipeline.schedules import check_schedule
+from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
+from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
+from lightning_bigmodel.strategies.combinations import check_module, check_optimizers, check_precision
+from lightning_bigmodel.strategies.predictions import gather_predictions
+
+__all__ = ["BigModelStrategy"]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class BigModelStrategy(CheckpointMixin, ParallelStrategy):
+    """Train an unchanged LightningModule over a pipeline of ranks and data-parallel replicas of it.
+
+    The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
+    module's own `training_step` on every micro-batch, computing only its blocks. Losses, metrics, checkpoints and weights are
+    those of one process (fp32, up to the order of sums). Do not use it for a model and batch that fit one device: it adds
+    communication. GPipe (arXiv 1811.06965), 1F1B (arXiv 2006.09503) and later schedules; see `pipeline.schedules`.
+
+    Memory a rank: its own parameters, gradients and optimizer state; activations of up to as many micro-batches as there are
+    stages (1F1B) or of all (GPipe). Communication a step: for each cut and micro-batch the tensors that cross it, once forward
+    and once backward; tied parameters' gradients over their owners; with several data ranks all gradients once.
+
+    Args:
+        pipeline_parallel_size: Ranks the model is cut over, in order; the remaining ranks are data-parallel replicas. `"all"`
+            takes every rank.
+        num_microbatches: Parts each training batch is split into; a smaller batch gives fewer. Default: twice the number of
+            stages in a pipeline, else 1. Evaluation batches are not split.
+        schedule: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"InterleavedZeroBubble"`, `"ZBVZeroBubble"` or `"DualPipeV"`.
+        blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a step.
+            As many names as stages is a cut of your own: each stage begins at its name.
+        microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`, `"equal"`
+            (Lightning's own arithmetic), `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight.
+        batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank loads
+            for itself under equal random states, with a check of the first batches.
+        process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        timeout: Longest wait in a collective.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer; used for checkpoints in one file.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ValueError: For settings that do not go together; here where that can be known, else at the start of a run, on every
+            rank alike.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_bigmodel import BigModelStrategy
+        >>> strategy = BigModelStrategy(pipeline_parallel_size=2, num_microbatches=8, schedule="1F1B")
+        >>> trainer = Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)  # 2 stages x 2 replicas
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Literal["all"] = 1,
+        num_microbatches: int | None = None,
+        schedule: str = "1F1B",
+        blocks: str | list[str] = "auto",
+        microbatch_weight: str | Callable[[Any], Any] = "samples",
+        batch_source: Literal["broadcast", "replicated"] = "broadcast",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        for name, value in (("pipeline_parallel_size", pipeline_parallel_size), ("num_microbatches", num_microbatches)):
+            optional = (name == "num_microbatches" and value is None) or (name == "pipeline_parallel_size" and value == "all")
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
+        if batch_source not in ("broadcast", "replicated"):
+            raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
+        check_weight(microbatch_weight)
+        check_blocks(blocks)
+        if pipeline_parallel_size == 1 and (schedule != "1F1B" or blocks != "auto"):
+            raise ValueError(
+                f"`schedule={schedule!r}` and `blocks={blocks!r}` cut a model over ranks, but `pipeline_parallel_size=1`. Set "
+                "`pipeline_parallel_size` to 2 or more, or leave both out."
+            )
+        self.num_nodes = 1
+        self._pipeline_parallel_size = pipeline_parallel_size
+        self._num_microbatches = num_microbatches
+        self._schedule, self._blocks = schedule, blocks
+        self._microbatch_weight: MicrobatchWeight = microbatch_weight
+        self._batch_source: Literal["broadcast", "replicated"] = batch_source
+        self._process_group_backend, self._timeout = process_group_backend, timeout
+        if isinstance(pipeline_parallel_size, int):
+            self._microbatches_for(pipeline_parallel_size)
+        self._mesh: RankMesh | None = None
+        self._engine: PipelineEngine | None = None
+        self._window: GradientWindow | None = None
+        self._metrics: MetricLink | None = None
+        self._guard: FailureGuard | None = None
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._seed = 0
+        self._num_batches_moved = 0
+        self._replays_evaluation = False
+        self._blocks_sync = False
+        self._failed = False
+
+    def _microbatches_for(self, pipeline_size: int) -> int:
+        """The number of micro-batches on a pipeline of that many ranks, checked against the schedule."""
+        if self._num_microbatches is None:
+            stages_per_rank = check_schedule(self._schedule, pipeline_size, 4 * pipeline_size).stages_per_rank
+            return 2 * pipeline_size * stages_per_rank if pipeline_size > 1 else 1
+        if pipeline_size > 1:
+            check_schedule(self._schedule, pipeline_size, self._num_microbatches)
+        return self._num_microbatches
+
+    # -- ranks and groups ----------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> RankMesh:
+        """This rank's place in the mesh.
+
+        Raises:
+            RuntimeError: Before the processes have started.
+        """
+        if self._mesh is None:
+            raise RuntimeError("The mesh exists only while the Trainer runs, after its processes have started.")
+        return self._mesh
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """What runs the steps.
+
+        Raises:
+            RuntimeError: Before the model is set up.
+        """
+        if self._engine is None:
+            raise RuntimeError("The pipeline exists only while the Trainer runs, after the model was set up.")
+        return self._engine
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _host.init_process_group(self, self._process_group_backend, self._timeout)
+        self._failed = False
+        self._guard = FailureGuard(_host.default_store(), self.global_rank, self.world_size)
+        with self._phase("setup"):
+            size = self._pipeline_parallel_size
+            pipeline_size = self.world_size if isinstance(size, str) else size
+            layout = Layout.resolve(self.world_size, pipeline_parallel_size=pipeline_size)
+            self._mesh = build_rank_mesh(layout, self.root_device.type)
+            self._subgroups = {}
+            self._seed = self.broadcast(torch.initial_seed() % (1 << 62))
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.device_mesh
+
+    def _phase(self, name: str) -> AbstractContextManager[Any]:
+        return self._guard.phase(name) if self._guard is not None else nullcontext()
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        with self._phase("setup"):
+            self._setup(trainer)
+
+    def _setup(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert self.accelerator is not None
+        assert module is not None
+        self.accelerator.setup(trainer)
+        check_precision(self.precision_plugin, type(self).__name__)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            check_module(module)
+        self.model = self.precision_plugin.convert_module(module)
+        if self.world_size > 1:
+            broadcast_module(module)
+        self._engine = PipelineEngine(
+            module,
+            self.mesh,
+            self.root_device,
+            schedule=self._schedule,
+            num_microbatches=self._microbatches_for(self.mesh.pipe_size),
+            blocks=self._blocks,
+            weight=self._microbatch_weight,
+            ignored_attributes=_host.host_attributes(),
+            seed=self._seed,
+        )
+        self._partition(trainer)
+        self.model_to_device()
+        self._metrics = MetricLink(module, self.mesh.model_group, self.mesh.data_group)
+        if fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm)
+        if fitting:
+            _host.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _partition(self, trainer: pl.Trainer) -> None:
+        """Cut the model on its first batch, which rank 0 shares: all ranks must come to one plan."""
+        batch, step_name = None, "training_step"
+        if self.engine.num_stages > 1:
+            state = capture_rng()
+            loader, step_name = _host.first_loader(trainer)
+            batch = loader.peek() if isinstance(loader, MeshLoader) else None
+            if batch is None:
+                raise ValueError(
+                    "The data loader gave no batch. A pipeline is cut on the first batch of the run; give it at least one."
+                )
+            batch = self.broadcast(batch)
+            restore_rng(state)
+            with _host.silent_loggers(trainer), seeded_rng(self._seed):
+                batch = _host.transfer_batch(trainer, batch)
+                self.engine.partition(batch, self._step(step_name, (batch, 0)))
+        else:
+            self.engine.partition(batch, lambda _: None)
+        self.engine.install()
+        share = self.engine.share
+        assert share is not None
+        shared = share.shared()
+        self._subgroups = build_pipe_subgroups(self.mesh, list(shared))
+        first_trace = self.engine.planner.first_trace
+        self._window = GradientWindow(
+            self.engine.trained_parameters(),
+            shared,
+            self._subgroups,
+            None if first_trace is None else first_trace.trained,
+            self.mesh.data_group,
+            all_reduce_sum,
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.engine.share is not None
+        self.engine.share.move_to(self.root_device)
+        assert self.lightning_module is not None
+        self.lightning_module._device = self.root_device
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._trainer()
+        mode: Literal["train", "eval", "predict"] = (
+            "predict" if trainer.predicting else "eval" if trainer.evaluating or trainer.sanity_checking else "train"
+        )
+        with self._phase("data loading"):
+            return MeshLoader(
+                dataloader,  # type: ignore[arg-type]  # any iterable; checked there
+                model_group=self.mesh.model_group,
+                model_rank=self.mesh.model_rank,
+                data_group=self.mesh.data_group,
+                data_rank=self.mesh.data_rank,
+                data_size=self.mesh.data_size,
+                mode=mode,
+                batch_source=self._batch_source,
+                shard=_host.wants_distributed_sampler(trainer),
+            )
+
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # Transfer hooks may augment; every rank of a pipeline must draw the same numbers for it.
+        self._num_batches_moved += 1
+        with seeded_rng(derive_seed(self._seed, self.mesh.data_rank, self._num_batches_moved)):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:
+        """The user's step as a function of the (micro-)batch alone, under the precision plugin's context."""
+        module = self.lightning_module
+        contexts = {
+            "training_step": self.precision_plugin.train_step_context,
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }
+        method = getattr(module, name)
+        rest = _host.step_arguments(method, args[1:])
+
+        def step(batch: Any) -> Any:
+            with contexts[name]():
+                return method(batch, *rest)
+
+        return step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, batch_index = args[0], args[1] if len(args) > 1 else 0
+        loader = _host.train_loader(self._trainer())
+        counts = not (isinstance(loader, MeshLoader) and loader.is_padding(batch_index))
+        step = self._step("training_step", (*args, *kwargs.values()))
+        window = self._window
+        assert window is not None
+        with self._phase("training_step"):
+            if not self.engine.is_pipelined:
+                outcome = self.engine.observe(batch, step, counts=counts)
+                self._replay(outcome)
+                if outcome.result is None:
+                    return None
+                scale = self._scale(outcome.weight)
+                loss = scaled_backward(_loss(outcome.result), scale)
+            else:
+                outcomes: list[StepOutcome] = []
+                scale_later: list[Callable[[Tensor], Tensor | float]] = []
+
+                def schedule() -> Tensor | None:
+                    outcomes.append(self.engine.train(batch, step, counts=counts))
+                    return outcomes[0].loss
+
+                scheduled = run_as_one_node(
+                    schedule, self.engine.trained_parameters(), lambda outer: scale_later[0](outer)
+                )
+                outcome = outcomes[0]
+                self._replay(outcome)
+                if scheduled is None:
+                    return None
+                scale_later.append(self._scale(outcome.weight))
+                loss = scheduled
+        if isinstance(outcome.result, Mapping):
+            return {**outcome.result, "loss": loss}
+        return loss
+
+    def _scale(self, weight: float) -> Callable[[Tensor], Tensor | float]:
+        """How the incoming gradient of a batch's loss scales its gradients.
+
+        Lightning divides the loss by `accumulate_grad_batches`; the window divides by the weights that really came.
+        """
+        window = self._window
+        assert window is not None
+        factor = window.add(weight)
+        if self._microbatch_weight != "equal":
+            factor *= self._trainer().accumulate_grad_batches
+
+        def scale(outer: Tensor) -> Tensor | float:
+            return float(outer) * factor if outer.device.type == "cpu" else outer * factor
+
+        return scale
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation_step", (*args, *kwargs.values()))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test_step", (*args, *kwargs.values()))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("predict_step", (*args, *kwargs.values()))
+
+    def _evaluation_step(self, name: str, args: tuple[Any, ...]) -> Any:
+        with self._phase(name):
+            outcome = self.engine.evaluate(name, args[0], self._step(name, args))
+            # Data ranks may have different numbers of batches: a value logged by step stays with its rank, and only the
+            # epoch's end is a collective.
+            self._replays_evaluation = True
+            try:
+                self._replay(outcome, sync_dist=self.mesh.data_size > 1)
+            finally:
+                self._replays_evaluation = False
+            return outcome.result
+
+    def _replay(self, outcome: StepOutcome, **overrides: Any) -> None:
+        """Log on every rank, once, what one process would have logged."""
+        module = self.lightning_module
+        assert module is not None
+        modules = dict(module.named_modules()) if outcome.metric_caches else {}
+        for entry, value, num_samples in outcome.logs:
+            options = {**entry.options, **overrides}
+            if entry.metric is not None:
+                metric: Any = modules[entry.metric]
+                metric._forward_cache = outcome.metric_caches.get(entry.metric)
+                module.log(entry.name, metric, **entry.options)
+                continue
+            assert value is not None
+            if not overrides:
+                options["sync_dist"] = False  # the value is that of all data ranks already
+            module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if not self._blocks_sync:
+            self._synchronize_gradients()
+
+    def _synchronize_gradients(self) -> None:
+        if self._window is not None:
+            with self._phase("gradient synchronisation"):
+                self._window.synchronize()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._blocks_sync = True
+        try:
+            yield
+        finally:
+            self._blocks_sync = False
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def synchronized_closure() -> Any:
+            result = closure()
+            self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
+            return result
+
+        with self._phase("optimizer_step"):
+            return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        share = self.engine.share
+        assert share is not None
+        counted = {id(parameter) for parameter in share.counted}
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        clip_by_norm(
+            [p.grad for p in parameters],
+            [p.grad for p in parameters if id(p) in counted],
+            float(clip_val),
+            self.mesh.pipe_group,
+        )
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            with self._phase(f"barrier {name or ''}".strip()):
+                dist.barrier(group=self.mesh.model_group if self._mesh is not None and self.world_size == 1 else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self.world_size == 1:
+            return obj
+        payload = [obj]
+        dist.broadcast_object_list(payload, src)
+        return payload[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Reduce over the data ranks: the ranks of one pipeline hold one value between them."""
+        if not isinstance(tensor, Tensor) or self._replays_evaluation:
+            return tensor
+        operation = str(reduce_op).rsplit(".", 1)[-1].lower() if reduce_op is not None else "mean"
+        is_mean = operation in ("mean", "avg")
+        # A mean of integers must not be floored.
+        reduced = tensor.detach().to(torch.get_default_dtype(), copy=True) if is_mean and not (
+            tensor.is_floating_point()
+        ) else tensor.detach().clone()
+        size = self.mesh.data_size
+        if size > 1:
+            operations = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+            dist.all_reduce(reduced, operations.get(operation, dist.ReduceOp.SUM), group=group or self.mesh.data_group)
+            if is_mean:
+                reduced = reduced / (dist.get_world_size(group) if group is not None else size)
+        return reduced
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data ranks; also inside a step, which only the ranks of one stage run to its end."""
+        if current_run() is not None and sync_grads:
+            raise ValueError("`all_gather(sync_grads=True)` inside a pipelined step has no gradient to give back.")
+        return super().all_gather(tensor, group=group or self.mesh.data_group, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else bool(votes)
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        _host.load_loader_states(self._trainer())
+
+    @override
+    def on_predict_end(self) -> None:
+        gather_predictions(self._trainer(), self.mesh)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._guard is None:
+            return
+        self._guard.report(exception, "the run")
+        error = self._guard.translate(exception)
+        if error is not exception and not isinstance(exception, RankFailedError):
+            self.teardown()
+            raise error from exception
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            _host.restore_norm_clipping(self.precision_plugin)
+            if self._metrics is not None:
+                self._metrics.close()
+            with nullcontext() if self._failed else self._phase("teardown"):
+                self._engine.uninstall(restore=not self._failed)
+        if self._guard is not None:
+            self._guard.close()
+        self._engine = self._window = self._metrics = self._guard = None
+        super().teardown()
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """What each rank owns: a list over all ranks, the same on every rank, without communication.
+
+        Keys: rank, pipe_rank, data_rank, stages, modules, num_parameters, parameter_bytes.
+        """
+        from lightning_bigmodel.strategies.describe import describe_ranks
+
+        return describe_ranks(self.engine, self.mesh)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("bigmodel", cls, description="Data-parallel replicas")
+        strategy_registry.register(
+            "bigmodel_pipeline",
+            cls,
+            description="The model cut over all ranks",
+            pipeline_parallel_size="all",
+        )
+
+
+def _loss(result: Any) -> Tensor:
+    loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
+    return loss

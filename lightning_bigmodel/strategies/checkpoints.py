@@ -1,0 +1,144 @@
+"""The strategy's checkpoint hooks: a sharded directory written by all ranks, and plain Lightning files read by all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+
+from lightning_bigmodel.checkpoint import (
+    is_sharded_checkpoint,
+    load_model_state,
+    load_optimizer_state,
+    load_sharded,
+    model_state_by_name,
+    optimizer_state_by_name,
+    save_sharded,
+)
+
+if TYPE_CHECKING:
+    from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
+
+__all__ = ["CheckpointMixin"]
+
+
+class CheckpointMixin:
+    """Checkpoint hooks of `BigModelStrategy`; every hook is collective."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank loads what it owns, so the model is cut first."""
+        return True
+
+    def _owned_names(self: Any) -> set[str]:
+        strategy: BigModelStrategy = self
+        share = strategy.engine.share
+        assert share is not None
+        persistent = set(share.module.state_dict(keep_vars=True))
+        names = {share.names[id(parameter)] for parameter in share.owned}
+        names |= {name for name in share.owned_buffers() if name in persistent}
+        return names
+
+    def _parameter_names(self: Any) -> dict[int, str]:
+        names: dict[int, str] = self.engine.share.names
+        return names
+
+    def lightning_module_state_dict(self: Any) -> dict[str, Any]:
+        """This rank's part of the module's state."""
+        return model_state_by_name(self.lightning_module, self._owned_names())
+
+    def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of an optimizer's state, by parameter name."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        names = self._parameter_names()
+        owned = {names[id(parameter)] for parameter in self.engine.share.owned}
+        state: Any = optimizer_state_by_name(optimizer, names, owned)
+        return dict(state)
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a sharded directory.
+
+        Raises:
+            TypeError: For `storage_options`, which a sharded directory cannot take.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"`{type(self).__name__}` writes checkpoints itself, so `storage_options` cannot take effect; leave it out."
+            )
+        strategy: BigModelStrategy = self
+        path = Path(strategy.broadcast(str(filepath)))
+        rest = dict(checkpoint)
+        model_state = rest.pop("state_dict")
+        optimizer_states = rest.pop("optimizer_states", None)
+        layout = dict(zip(("pipe", "data_replicate", "data_shard", "tensor"), strategy.mesh.layout.shape, strict=True))
+        with strategy._phase("saving a checkpoint"):
+            save_sharded(
+                path,
+                model_state=model_state,
+                optimizer_states=optimizer_states,
+                metadata=rest,
+                rank_state={"num_steps": strategy.engine.num_steps},
+                layout=layout,
+            )
+
+    def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a sharded directory (this rank's part) or a plain Lightning file (whole)."""
+        strategy: BigModelStrategy = self
+        path = Path(strategy.broadcast(str(checkpoint_path)))
+        with strategy._phase("loading a checkpoint"):
+            if not is_sharded_checkpoint(path):
+                return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            names = strategy._parameter_names()
+            loaded = load_sharded(
+                path,
+                model_names=strategy._owned_names(),
+                optimizer_names=[names[id(parameter)] for parameter in strategy.engine.share.owned],
+                weights_only=bool(weights_only),
+            )
+        if loaded.rank_state is not None:
+            strategy.engine.num_steps = loaded.rank_state.get("num_steps", 0)
+        checkpoint = dict(loaded.metadata)
+        checkpoint["state_dict"] = loaded.model_state
+        if loaded.optimizer_states:
+            checkpoint["optimizer_states"] = loaded.optimizer_states
+        checkpoint[_IS_SHARDED] = True
+        return checkpoint
+
+    def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy the owned values into the module."""
+        tensors = dict(checkpoint["state_dict"])
+        owned = self._owned_names()
+        if not checkpoint.get(_IS_SHARDED):
+            known = set(self.lightning_module.state_dict(keep_vars=True))
+            missing, unexpected = known - set(tensors), set(tensors) - known
+            if strict and (missing or unexpected):
+                raise RuntimeError(
+                    f"The checkpoint does not fit {type(self.lightning_module).__name__}: missing {sorted(missing)}, "
+                    f"unexpected {sorted(unexpected)}. Set `strict_loading=False` on the module to load what fits."
+                )
+            owned = {name for name in owned if name in tensors} if not strict else owned
+            kept = model_state_by_name(self.lightning_module, owned)
+            tensors = {name: tensors[name] for name in kept if name in tensors}
+        load_model_state(self.lightning_module, tensors, owned)
+
+    def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of owned parameters, and all group options."""
+        names = self._parameter_names()
+        owned_ids = {id(parameter) for parameter in self.engine.share.owned}
+        owned = {names[key] for key in owned_ids}
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if checkpoint.get(_IS_SHARDED):
+                load_optimizer_state(optimizer, saved, names, owned)
+                continue
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            keys = [key for group in saved["param_groups"] for key in group["params"]]
+            mine = {key for key, parameter in zip(keys, parameters, strict=True) if id(parameter) in owned_ids}
+            optimizer.load_state_dict({**saved, "state": {k: v for k, v in saved["state"].items() if k in mine}})
+
+
+_IS_SHARDED = "lightning_bigmodel_sharded"

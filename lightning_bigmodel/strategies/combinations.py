@@ -1,0 +1,60 @@
+"""The table of what goes together, checked before any work starts, on every rank alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import optim
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["check_module", "check_optimizers", "check_precision"]
+
+
+def check_precision(precision: Any, name: str) -> None:
+    """Refuse a loss scaler that looks at one rank only.
+
+    Raises:
+        ValueError: For fp16 mixed precision: each rank would decide by itself whether to skip a step.
+    """
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ValueError(
+            f"`{name}` cannot run with Lightning's `precision='16-mixed'`: its gradient scaler looks at the gradients of one "
+            "rank, and ranks would disagree whether to step. Use `precision='bf16-mixed'`, `'bf16-true'` or `'32-true'`."
+        )
+
+
+def check_module(module: pl.LightningModule) -> None:
+    """Refuse what a training step under this strategy cannot do right.
+
+    Raises:
+        ValueError: For manual optimization, or a step that pulls its own batches.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"`{name}` uses manual optimization (`automatic_optimization=False`). The gradients of micro-batches and ranks are "
+            "complete only at the optimizer step of automatic optimization. Set `automatic_optimization=True`."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"`{name}.training_step(dataloader_iter)` takes batches by itself, so they cannot be split into micro-batches or "
+            "shared by the ranks of a pipeline. Use `training_step(batch, batch_idx)`."
+        )
+
+
+def check_optimizers(optimizers: list[Any]) -> None:
+    """Refuse optimizers that run the step several times.
+
+    Raises:
+        ValueError: For LBFGS.
+    """
+    for optimizer in optimizers:
+        if isinstance(getattr(optimizer, "optimizer", optimizer), optim.LBFGS):
+            raise ValueError(
+                "LBFGS calls the training step several times an optimizer step and needs all parameters on one rank. Use a "
+                "first-order optimizer such as AdamW."
+            )
