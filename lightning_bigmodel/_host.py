@@ -18,10 +18,6 @@ import torch.distributed as dist
 # FakeTensorMode has no public home (torch 2.11 - 2.14).
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# The split of a backward into its input half and its weight half (zero-bubble schedules) is only in this private module
-# (torch 2.11 - 2.14).
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -30,8 +26,6 @@ __all__ = [
     "FakeTensorMode",
     "default_store",
     "mark_schedule_initialized",
-    "stage_backward_input",
-    "stage_backward_weight",
 ]
 
 

@@ -30,7 +30,7 @@ class _UsageError(Exception):
 
 def demo(
     ranks: Literal["auto", 1, 2, 4] = "auto",
-    steps: int = 160,
+    steps: int = 120,
     seed: int = 0,
     output: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda"] = "auto",

@@ -39,9 +39,9 @@ class Ranks:
             only_rank: The rank that runs ``action``; the others' results are ``None``. Default: ``None``, all run it.
 
         Raises:
-            ValueError, TypeError, FileNotFoundError, FileExistsError, PermissionError: If the first rank that failed
-                failed with it.
-            RuntimeError: If the first rank that failed failed with anything else.
+            ValueError, TypeError, FileNotFoundError, FileExistsError, PermissionError: If all ranks that failed failed
+                with this one.
+            RuntimeError: If any failed with something else.
         """
         if not self.is_distributed:
             return [action()]

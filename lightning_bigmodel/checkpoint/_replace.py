@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+import warnings
 from pathlib import Path
 
 from lightning_bigmodel.checkpoint.index import flush_to_disk, is_complete
@@ -58,9 +59,16 @@ def find(target: Path) -> Path:
     """``target``, or where its content is if a run died between the two renames of an exchange."""
     if target.exists():
         return target
+    # Nothing is lost between the two renames: the new one is complete, and the old one is aside.
     candidates = [path for path in _siblings(target, _WRITING) if is_complete(path)]
     candidates += [path / target.name for path in _siblings(target, _REPLACED) if (path / target.name).exists()]
-    return candidates[0] if candidates else target
+    if not candidates:
+        return target
+    warnings.warn(
+        f"`{target}` is gone: a run died while it was replaced. Using `{candidates[0]}`, which the next save removes.",
+        stacklevel=2,
+    )
+    return candidates[0]
 
 
 def remove(path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
+from lightning_bigmodel.checkpoint._versions import set_module_versions
 from lightning_bigmodel.checkpoint.index import (
     METADATA_FILE,
     CheckpointIndex,
@@ -166,8 +167,7 @@ def _lightning_checkpoint(
     state_dict = OrderedDict(
         (name, values[model_key(name)]) for name in _in_module_order(index.model_names, versions or ())
     )
-    if versions is not None:
-        state_dict._metadata = versions  # type: ignore[attr-defined]  # as torch.save keeps it of a plain state dict
+    set_module_versions(state_dict, versions)
     checkpoint["state_dict"] = state_dict
     if index.num_optimizers is not None:
         checkpoint["optimizer_states"] = [

@@ -13,6 +13,7 @@ Tensor keys are ``state_dict.<name>`` and ``optimizer_<i>.state.<name>.<key>``.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -190,6 +191,10 @@ def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot flush a directory's list of names, and say so in this way.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

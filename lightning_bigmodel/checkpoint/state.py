@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bigmodel.checkpoint._names import list_names, list_with_nearest
+from lightning_bigmodel.checkpoint._versions import module_versions, set_module_versions
 
 __all__ = [
     "OptimizerState",
@@ -70,7 +71,7 @@ def model_state_by_name(module: nn.Module, owned_names: Collection[str] | None =
     for name, value in full_state.items():
         if name in names:
             owned[name] = value.detach() if isinstance(value, Tensor) else value
-    _set_module_versions(owned, _module_versions(full_state))
+    set_module_versions(owned, module_versions(full_state))
     return owned
 
 
@@ -113,7 +114,7 @@ def load_model_state(module: nn.Module, tensors: Mapping[str, Any], owned_names:
         raise ValueError(f"The checkpoint does not fit {type(module).__name__}: " + "; ".join(problems) + ".")
     selected = OrderedDict((name, tensors[name]) for name in full_state if name in names & set(tensors))
     # Without versions torch takes a module's branch for legacy checkpoints, which may rewrite its tensors.
-    _set_module_versions(selected, _module_versions(tensors) or _module_versions(full_state))
+    set_module_versions(selected, module_versions(tensors) or module_versions(full_state))
     # load_state_dict, not a loop of copies: it honours the module's own loading hooks and `set_extra_state`.
     module.load_state_dict(selected, strict=False)
 
@@ -266,14 +267,3 @@ def _match_groups(
             " Build the optimizer with the groups it had when it was saved."
         )
     return matched
-
-
-# `state_dict()._metadata` (a version per module) is what torch.save keeps of a state dict beside its entries; torch
-# documents `local_metadata` but gives no accessor. Present in torch 2.11 to 2.14.
-def _module_versions(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return getattr(state, "_metadata", None)
-
-
-def _set_module_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any] | None) -> None:
-    if versions is not None:
-        state._metadata = versions  # type: ignore[attr-defined]  # "OrderedDict" has no attribute "_metadata"

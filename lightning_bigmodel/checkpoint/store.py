@@ -20,6 +20,7 @@ from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._names import list_with_nearest
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
+from lightning_bigmodel.checkpoint._versions import module_versions, set_module_versions
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
     METADATA_FILE,
@@ -116,7 +117,7 @@ def save_sharded(
                 {
                     "metadata": dict(metadata),
                     "param_groups": [state["param_groups"] for state in optimizer_states or ()],
-                    "module_versions": getattr(model_state, "_metadata", None),
+                    "module_versions": module_versions(model_state),
                 },
                 temporary / METADATA_FILE,
             )
@@ -257,12 +258,9 @@ def _read(
     if missing := set(names) - set(available):
         raise ValueError(f"`{directory}` lacks {list_with_nearest(missing, available)}.")
     wanted = {model_key(name) for name in names}
+    owners = None if optimizer_names is None else set(optimizer_names)
     optimizer_keys = [
-        {
-            name: keys
-            for name, keys in index.optimizer_keys(number).items()
-            if optimizer_names is None or name in optimizer_names
-        }
+        {name: keys for name, keys in index.optimizer_keys(number).items() if owners is None or name in owners}
         for number in range(index.num_optimizers or 0)
     ]
     wanted.update(key for by_name in optimizer_keys for keys in by_name.values() for key in keys.values())
@@ -270,8 +268,7 @@ def _read(
     _dcp.read_values(directory, values, weights_only=weights_only)
     pickled = read_pickled(directory / METADATA_FILE, weights_only=weights_only)
     model_state: OrderedDict[str, Any] = OrderedDict((name, values[model_key(name)]) for name in names)
-    if pickled["module_versions"] is not None:
-        model_state._metadata = pickled["module_versions"]  # type: ignore[attr-defined]
+    set_module_versions(model_state, pickled["module_versions"])
     optimizer_states: list[OptimizerState] = [
         {
             "state": {name: {key: values[at] for key, at in keys.items()} for name, keys in by_name.items()},

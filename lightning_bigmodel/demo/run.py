@@ -153,6 +153,7 @@ def _quieten() -> None:
     for message in (
         "The .*dataloader.* does not have many workers",
         "GPU available but not used",
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
         "Checkpoint directory .* exists and is not empty",
     ):
         warnings.filterwarnings("ignore", message=message)

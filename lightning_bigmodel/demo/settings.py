@@ -37,7 +37,7 @@ class DemoSettings:
     output: Path
     num_ranks: int = 4
     accelerator: Literal["cpu", "cuda"] = "cpu"
-    num_steps: int = 160
+    num_steps: int = 120
     seed: int = 0
     global_batch_size: int = 32
     num_microbatches: int = 4

@@ -78,7 +78,7 @@ def test_failure_on_one_rank_is_an_error_on_all(tmp_path: Path, where: str, kind
     for found_kind, found, seconds in run_ranks(fail_on_rank_1, 2, directory, where):
         assert found_kind == kind
         assert message in found
-        assert seconds < 5
+        assert seconds < 60  # the process group would wait for 120
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     check_loaded(load_sharded(directory))
 
@@ -155,8 +155,8 @@ def test_killed_while_writing(tmp_path: Path, dying: list[int]) -> None:
     run_ranks(save_on_rank, 2, directory, 2)
     begin = time.monotonic()
     with pytest.raises(RanksFailedError) as error:
-        run_ranks(die_while_writing, 2, directory, dying, timeout_seconds=60)
-    assert time.monotonic() - begin < 20
+        run_ranks(die_while_writing, 2, directory, dying)
+    assert time.monotonic() - begin < 60
     assert all("SIGKILL" in error.value.failures[rank] for rank in dying)
     # The one that lives raised by itself rather than being found waiting.
     assert not any("still running" in text for text in error.value.failures.values())

@@ -121,7 +121,9 @@ def _outcome(
 def _assert_told(outcome: dict[str, Any], failing_rank: int, world_size: int, original: str) -> None:
     host = socket.gethostname()
     assert outcome["type"] == "RankFailedError", outcome
-    start = f"Rank {failing_rank} of {world_size} (host {host}) failed in `training_step`: {original}. This rank stopped"
+    start = (
+        f"Rank {failing_rank} of {world_size} (host {host}) failed in `training_step`: {original}. This rank stopped"
+    )
     assert outcome["message"].startswith(start)
     assert "in _outcome" in outcome["message"], "the place of the error on the rank that failed"
     assert outcome["details"] == (failing_rank, host)
@@ -132,7 +134,7 @@ def _assert_told(outcome: dict[str, Any], failing_rank: int, world_size: int, or
 
 @pytest.mark.parametrize("operation", _OPERATIONS)
 def test_error_ends_every_kind_of_wait(operation: str) -> None:
-    """A rank that waits for one that also waits would hang until the timeout of the group: no connection broke there."""
+    """A rank that waits for one that also waits would hang until the timeout of the group: no connection breaks."""
     outcomes = run_ranks(_outcome, 4, operation, 1, ValueError("boom"), timeout_seconds=_GROUP_TIMEOUT_SECONDS)
     for rank in (0, 2, 3):
         _assert_told(outcomes[rank], 1, 4, "ValueError: boom")
@@ -151,9 +153,7 @@ def test_error_ends_waits_in_groups_without_the_failing_rank() -> None:
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_error_with_two_ranks(failing_rank: int) -> None:
     """Rank 0 is no special case as long as its process lives."""
-    outcomes = run_ranks(
-        _outcome, 2, "recv", failing_rank, ValueError("boom"), timeout_seconds=_GROUP_TIMEOUT_SECONDS
-    )
+    outcomes = run_ranks(_outcome, 2, "recv", failing_rank, ValueError("boom"), timeout_seconds=_GROUP_TIMEOUT_SECONDS)
     _assert_told(outcomes[1 - failing_rank], failing_rank, 2, "ValueError: boom")
 
 
