@@ -144,9 +144,39 @@ def load_loader_states(trainer: pl.Trainer) -> None:
     trainer.fit_loop._load_combined_loader_states()
 
 
-def wants_distributed_sampler(trainer: pl.Trainer) -> bool:
-    """The Trainer's `use_distributed_sampler`."""
-    return bool(trainer._accelerator_connector.use_distributed_sampler)
+def take_over_sampling(trainer: pl.Trainer) -> bool:
+    """Keep the Trainer from putting samplers of its own into loaders; returns whether the user wants data sharded.
+
+    Its samplers repeat samples in evaluation and reshuffle samplers of the user's own (Lightning#21447).
+    """
+    wanted = bool(trainer._accelerator_connector.use_distributed_sampler)
+    trainer._accelerator_connector.use_distributed_sampler = False
+    return wanted
+
+
+def give_back_sampling(trainer: pl.Trainer, wanted: bool) -> None:
+    """Undo `take_over_sampling`."""
+    trainer._accelerator_connector.use_distributed_sampler = wanted
+
+
+def plain_batch_sampler(loader: Any) -> None:
+    """Take off the wrapper that Lightning puts around a prediction loader's batch sampler; it hides what to shard by.
+
+    `DataLoader` forbids setting the attribute, so it is put into the instance's dict.
+    """
+    inner = getattr(getattr(loader, "batch_sampler", None), "_batch_sampler", None)
+    if inner is not None and type(loader.batch_sampler).__name__ == "_IndexBatchSamplerWrapper":
+        loader.__dict__["batch_sampler"] = inner
+
+
+def silence_sync_advice(name: str) -> None:
+    """Keep Lightning from advising `sync_dist=True` for a value that is that of all ranks already."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
+
+    warning_cache.add(
+        f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level in distributed setting"
+        " to accumulate the metric across devices."
+    )
 
 
 def transfer_batch(trainer: pl.Trainer, batch: Any) -> Any:

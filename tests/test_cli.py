@@ -115,7 +115,7 @@ def test_demo_does_what_it_shows(tiny_demo):
 def test_demo_shows_what_each_rank_owns(tiny_demo):
     """Two stages must split the blocks, and two replicas must own the same."""
     _, done = tiny_demo
-    rows = [line.strip("│ ") for line in done.stdout.splitlines() if "tokens" in line or "head" in line]
+    rows = [line.strip("\u2502 ") for line in done.stdout.splitlines() if "tokens" in line or "head" in line]
     assert len(rows) == 4
     assert sum("tokens" in row for row in rows) == 2
 

@@ -1,4 +1,4 @@
-"""The first batch of a map-style DataLoader, fetched in this process and leaving no trace."""
+"""The first batch of a map-style DataLoader, fetched in this process without moving its samplers on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
 from lightning_bigmodel.mesh.samplers import ShardedBatchSampler, ShardedSampler
 
 __all__ = ["EMPTY", "peek_first_batch"]
@@ -42,9 +41,9 @@ _STATELESS = (
 def peek_first_batch(loader: DataLoader[Any]) -> Any:
     """Fetch the batch the loader's next epoch will begin with.
 
-    Random states, the loader's and the samplers' generators are put back as they were; a sampler of the user's own is
-    deep-copied first, without the data set, and used itself only if it cannot be copied. A random augmentation inside
-    worker processes will give other numbers than here.
+    The loader's and the samplers' own generators are put back as they were (the global ones are the caller's to put
+    back); a sampler of the user's own is deep-copied first, without the data set, and used itself only if it cannot be
+    copied. A random augmentation inside worker processes will give other numbers than here.
 
     Args:
         loader: A map-style DataLoader. A sharded one makes this call collective over its group.
@@ -52,7 +51,7 @@ def peek_first_batch(loader: DataLoader[Any]) -> Any:
     Returns:
         The batch, or `EMPTY`.
     """
-    with _kept_state(loader):
+    with _kept_generators(loader):
         # One process draws the workers' seed first, then the order; without this the order would be another one.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         batches = loader.batch_sampler
@@ -88,14 +87,12 @@ def _disposable(sampler: Any, loader: DataLoader[Any]) -> Any:
 
 
 @contextmanager
-def _kept_state(loader: DataLoader[Any]) -> Iterator[None]:
+def _kept_generators(loader: DataLoader[Any]) -> Iterator[None]:
     owners = [loader, *_chain(loader.sampler), *_chain(loader.batch_sampler)]
     generators = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
     states = [generator.get_state() for generator in generators]
-    rng = capture_rng()
     try:
         yield
     finally:
-        restore_rng(rng)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -41,6 +41,13 @@ class LogEntry:
     batch_sizes: list[int] = field(default_factory=list)
     metric: str | None = None
 
+    @property
+    def reduction(self) -> str:
+        """`"mean"`, `"sum"`, `"max"` or `"min"`: the user's `reduce_fx`."""
+        reduce_fx = self.options.get("reduce_fx", "mean")
+        name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+        return {"amax": "max", "amin": "min"}.get(name, name)
+
 
 class StepLog:
     """Stands in for a module's `log` during a schedule.
@@ -105,9 +112,7 @@ def combine_logs(parts: Sequence[Sequence[LogEntry]]) -> list[tuple[LogEntry, Te
 
 
 def _reduced(entry: LogEntry) -> Tensor:
-    reduce_fx = entry.options.get("reduce_fx", "mean")
-    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    reducer = _REDUCERS.get({"amax": "max", "amin": "min"}.get(name, name))
+    reducer = _REDUCERS.get(entry.reduction)
     if reducer is not None:
         return reducer(torch.stack(entry.values))
     return weighted_mean(entry.values, entry.weights)

@@ -158,8 +158,9 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._seed = 0
         self._num_batches_moved = 0
-        self._replays_evaluation = False
+        self._is_replaying = False
         self._blocks_sync = False
+        self._shards_data = True
         self._failed = False
 
     def _microbatches_for(self, pipeline_size: int) -> int:
@@ -202,6 +203,11 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def is_distributed(self) -> bool:
+        """Lightning asks this before it synchronises logged values."""
+        return True
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -222,6 +228,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         super().setup_environment()
         _host.init_process_group(self, self._process_group_backend, self._timeout)
         self._failed = False
+        self._shards_data = _host.take_over_sampling(self._trainer())
         self._guard = FailureGuard(_host.default_store(), self.global_rank, self.world_size)
         with self._phase("setup"):
             size = self._pipeline_parallel_size
@@ -328,6 +335,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         mode: Literal["train", "eval", "predict"] = (
             "predict" if trainer.predicting else "eval" if trainer.evaluating or trainer.sanity_checking else "train"
         )
+        if mode == "predict" and self.mesh.data_size > 1:
+            _host.plain_batch_sampler(dataloader)
         with self._phase("data loading"):
             return MeshLoader(
                 dataloader,  # type: ignore[arg-type]  # any iterable; checked there
@@ -338,7 +347,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
                 data_size=self.mesh.data_size,
                 mode=mode,
                 batch_source=self._batch_source,
-                shard=_host.wants_distributed_sampler(trainer),
+                shard=self._shards_data,
             )
 
     def _trainer(self) -> pl.Trainer:
@@ -440,31 +449,35 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     def _evaluation_step(self, name: str, args: tuple[Any, ...]) -> Any:
         with self._phase(name):
             outcome = self.engine.evaluate(name, args[0], self._step(name, args))
-            # Data ranks may have different numbers of batches: a value logged by step stays with its rank, and only the
-            # epoch's end is a collective.
-            self._replays_evaluation = True
-            try:
-                self._replay(outcome, sync_dist=self.mesh.data_size > 1)
-            finally:
-                self._replays_evaluation = False
+            self._replay(outcome)
             return outcome.result
 
-    def _replay(self, outcome: StepOutcome, **overrides: Any) -> None:
-        """Log on every rank, once, what one process would have logged."""
+    def _replay(self, outcome: StepOutcome) -> None:
+        """Log on every rank, once, what one process would have logged.
+
+        In training the values are those of all data ranks already. In evaluation data ranks may have different numbers of
+        batches: a value logged by step stays with its rank, and only the epoch's end is a collective.
+        """
         module = self.lightning_module
         assert module is not None
         modules = dict(module.named_modules()) if outcome.metric_caches else {}
-        for entry, value, num_samples in outcome.logs:
-            options = {**entry.options, **overrides}
-            if entry.metric is not None:
-                metric: Any = modules[entry.metric]
-                metric._forward_cache = outcome.metric_caches.get(entry.metric)
-                module.log(entry.name, metric, **entry.options)
-                continue
-            assert value is not None
-            if not overrides:
-                options["sync_dist"] = False  # the value is that of all data ranks already
-            module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
+        training = self._trainer().training
+        self._is_replaying = True
+        try:
+            for entry, value, num_samples in outcome.logs:
+                if value is None:
+                    assert entry.metric is not None
+                    metric: Any = modules[entry.metric]
+                    metric._forward_cache = outcome.metric_caches.get(entry.metric)
+                    module.log(entry.name, metric, **entry.options)
+                    continue
+                summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
+                if summed_already:
+                    _host.silence_sync_advice(entry.name)
+                options = {**entry.options, "sync_dist": not summed_already}
+                module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
+        finally:
+            self._is_replaying = False
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -532,7 +545,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Reduce over the data ranks: the ranks of one pipeline hold one value between them."""
-        if not isinstance(tensor, Tensor) or self._replays_evaluation:
+        if not isinstance(tensor, Tensor) or self._is_replaying:
             return tensor
         operation = str(reduce_op).rsplit(".", 1)[-1].lower() if reduce_op is not None else "mean"
         is_mean = operation in ("mean", "avg")
@@ -593,6 +606,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
                 self._engine.uninstall(restore=not self._failed)
         if self._guard is not None:
             self._guard.close()
+            _host.give_back_sampling(self._trainer(), self._shards_data)
         self._engine = self._window = self._metrics = self._guard = None
         super().teardown()
 

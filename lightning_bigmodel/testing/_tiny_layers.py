@@ -35,7 +35,8 @@ class _Attention(nn.Module):
         self._num_heads = num_heads
         self._causal = causal
         self.query = nn.Linear(num_features, num_features)
-        self.key_value = nn.Linear(num_features, 2 * num_features)
+        # A bias on keys has no gradient but rounding noise, which Adam blows up to full steps: nothing to compare.
+        self.key_value = nn.Linear(num_features, 2 * num_features, bias=False)
         self.output = nn.Linear(num_features, num_features)
 
     def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:

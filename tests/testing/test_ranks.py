@@ -77,6 +77,7 @@ def rank_view() -> dict[str, object]:
         "port": int(os.environ["MASTER_PORT"]),
         "caller": os.environ.get("SET_BY_CALLER"),
         "given": os.environ.get("GIVEN"),
+        "path": os.environ.get("PATH"),
         "folder": os.getcwd(),
         "num_threads": torch.get_num_threads(),
     }
@@ -101,8 +102,8 @@ def test_ranks_have_torchruns_environment_and_the_callers(monkeypatch, tmp_path)
         }
         assert (view["elastic"], view["caller"], view["given"]) == (True, "yes", "too")
         assert (view["folder"], view["num_threads"]) == (str(tmp_path), 1)
-    monkeypatch.delenv("SET_BY_CALLER")
-    assert run_ranks(rank_view, 1)[0]["caller"] is None
+    monkeypatch.delenv("PATH")  # the server was started with it
+    assert run_ranks(rank_view, 1)[0]["path"] is None
 
 
 def fit_with_trainer(folder: str) -> dict[str, object]:
@@ -310,6 +311,8 @@ def speak() -> None:
 
 def test_output_passes_through_to_the_caller(capfd):
     """Output lost with the server's own streams would leave nothing to debug with."""
+    with capfd.disabled():
+        run_ranks(rank_view, 1)  # the server exists from here on at the latest, with other streams
     run_ranks(speak, 2)
     captured = capfd.readouterr()
     assert sorted(captured.out.split("\n"))[1:] == ["out of rank 0", "out of rank 1"]
