@@ -41,11 +41,7 @@ def _register() -> None:
     # (it may have been what started the import of Lightning), that is done or will be.
     if _STRATEGIES in sys.modules:
         return
-    try:
-        import_module(_STRATEGIES)
-    except ImportError as error:  # TEMPORARY: delete this guard once `strategies` is complete.
-        if error.name is None or not error.name.startswith("lightning_bigmodel."):
-            raise
+    import_module(_STRATEGIES)
 
 
 class _AfterImport(MetaPathFinder):

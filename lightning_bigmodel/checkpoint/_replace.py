@@ -71,12 +71,10 @@ def find(target: Path) -> Path:
     return candidates[0]
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link or a directory with all it holds; one that is gone is fine."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def remove(directory: Path) -> None:
+    """Remove a directory with all it holds, links themselves rather than what they point to, as far as possible."""
+    # What cannot be removed is left: it does not pass for a checkpoint, and its error would hide the one that matters.
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _prefix(target: Path, kind: str) -> str:

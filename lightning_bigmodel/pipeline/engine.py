@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_bigmodel.mesh.build import RankMesh
 from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.pipeline import gate as gates
+from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
     MicrobatchWeight,
     batch_size,
@@ -50,8 +51,10 @@ Step = Callable[[Any], Any]
 
 
 @contextmanager
-def _replaced_log(root: nn.Module, log: StepLog) -> Iterator[None]:
+def _replaced_log(root: nn.Module, log: StepLog, metrics: MetricLink | None) -> Iterator[None]:
     """`root.log` records within; `log_dict` goes through `log` in the host."""
+    if metrics is not None:
+        metrics.begin_step()
     root.__dict__["log"] = log
     try:
         yield
@@ -68,14 +71,14 @@ class StepOutcome:
         loss: Its loss: the weighted mean over micro-batches; None outside of training or where there was none.
         weight: Weight of this rank's batch in the mean over an accumulation window and data ranks.
         logs: (entry, value, batch size) of everything logged (see `step_log.combine_logs`).
-        metric_caches: Module name of a logged metric object -> its value for this batch.
+        metric_values: Module name of a logged metric object -> its value for this batch.
     """
 
     result: Any
     loss: Tensor | None
     weight: float
     logs: list[tuple[LogEntry, Tensor | None, int]]
-    metric_caches: dict[str, Any]
+    metric_values: dict[str, Any]
 
 
 @dataclass
@@ -85,7 +88,7 @@ class _Payload:
     data_rank: int
     pipe_rank: int
     logs: list[LogEntry]
-    metric_caches: dict[str, Any]
+    metric_parts: dict[str, Any]
     is_last: bool = False
     losses: list[Tensor | None] = field(default_factory=list)
     result: Any = None
@@ -137,6 +140,7 @@ class PipelineEngine:
         self._stages: list[MicrobatchStage] = []
         self._torch_schedule: Any = None
         self._checked_gradients = False
+        self.metrics: MetricLink | None = None
 
     @property
     def is_pipelined(self) -> bool:
@@ -194,12 +198,15 @@ class PipelineEngine:
                 for stage_index in range(self.num_stages)
             }
             self._stages.append(stage)
+        self.metrics = MetricLink(self.root, self.mesh.model_group, self.mesh.data_group)
 
     def uninstall(self, *, restore: bool) -> None:
         """Remove the gates; with `restore`, put the whole model on every rank (collective over the pipeline)."""
         if self.planner.ownership is not None:
             gates.ungate(self.planner.ownership.stage_of_unit)
-        self._stages, self._torch_schedule = [], None
+        if self.metrics is not None:
+            self.metrics.close()
+        self._stages, self._torch_schedule, self.metrics = [], None, None
         if restore and self.share is not None:
             self.share.restore()
 
@@ -232,7 +239,7 @@ class PipelineEngine:
             self._torch_schedule = build_schedule(self.schedule, self._stages, self.num_microbatches)
         log, before = StepLog(self.root), StepState(self.root, self._ignored)
         self._set_tasks("train", microbatches, shares, weights, step, log)
-        with _replaced_log(self.root, log):
+        with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedule, self.num_microbatches, self.device)
         own = self._payload(log if counts else None, before, microbatches, shares)
         if not self._checked_gradients:
@@ -272,7 +279,7 @@ class PipelineEngine:
         log, before = StepLog(self.root), StepState(self.root, self._ignored)
         log.num_samples = batch_size(batch) or 1
         log.weight = float(log.num_samples)
-        with _replaced_log(self.root, log):
+        with _replaced_log(self.root, log, self.metrics):
             if self.num_stages == 1:
                 result = step(batch)
             else:
@@ -289,12 +296,13 @@ class PipelineEngine:
         log.num_samples = batch_size(batch) or 1
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
         log.weight = weights[0]
-        with _replaced_log(self.root, log):
+        with _replaced_log(self.root, log, self.metrics):
             result = step(batch)
-        own = _Payload(self.mesh.data_rank, self.mesh.pipe_rank, list(log.entries.values()) if counts else [], {})
+        own = self._logged(log if counts else None)
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
-        return StepOutcome(result, None, weight, combine_logs([payload.logs for payload in payloads]), {})
+        logs = combine_logs([payload.logs for payload in payloads])
+        return StepOutcome(result, None, weight, logs, self._metric_values(payloads))
 
     def _set_tasks(
         self, kind: str, microbatches: list[Any], shares: list[float], weights: list[float], step: Step, log: StepLog
@@ -326,15 +334,14 @@ class PipelineEngine:
 
     # -- after a step --------------------------------------------------------------------------------------------------
 
-    def _payload(self, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]) -> _Payload:
+    def _logged(self, log: StepLog | None) -> _Payload:
         entries = list(log.entries.values()) if log is not None else []
-        modules = dict(self.root.named_modules())
-        caches = {
-            entry.metric: map_tensors(lambda t: t.detach().cpu(), getattr(modules[entry.metric], "_forward_cache", None))
-            for entry in entries
-            if entry.metric is not None
-        }
-        payload = _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, caches)
+        names = {entry.metric for entry in entries if entry.metric is not None}
+        parts = self.metrics.batch_values(names) if self.metrics is not None else {}
+        return _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, parts)
+
+    def _payload(self, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]) -> _Payload:
+        payload = self._logged(log)
         last = next((stage for stage in self._stages if stage.is_last), None)
         if last is None:
             return payload
@@ -365,10 +372,15 @@ class PipelineEngine:
         last = self._last_of_pipeline(payloads)
         if last.pipe_rank != self.mesh.pipe_rank:
             before.apply(last.changes)
-        mine = [payload for payload in payloads if payload.data_rank == self.mesh.data_rank]
-        caches = {name: cache for payload in mine for name, cache in payload.metric_caches.items()}
         result = map_tensors(lambda tensor: tensor.to(self.device), last.result)
-        return StepOutcome(result, None, 1.0, combine_logs([payload.logs for payload in payloads]), caches)
+        logs = combine_logs([payload.logs for payload in payloads])
+        return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads))
+
+    def _metric_values(self, payloads: list[_Payload]) -> dict[str, Any]:
+        names = {name for payload in payloads for name in payload.metric_parts}
+        return {
+            name: merged_value([payload.metric_parts.get(name) for payload in payloads], self.device) for name in sorted(names)
+        }
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

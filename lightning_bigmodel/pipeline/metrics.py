@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.trace import is_metric
 from lightning_bigmodel.pipeline.tree import map_tensors
 
-__all__ = ["MetricLink"]
+__all__ = ["MetricLink", "merged_value"]
 
 
 class MetricLink:
@@ -25,20 +26,24 @@ class MetricLink:
     """
 
     def __init__(self, root: nn.Module, pipe_group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None) -> None:
-        self._pipe_group = pipe_group
+        self._root, self._pipe_group = root, pipe_group
+        self._of_batch: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
-        self._updated_here: set[nn.Module] = set()
+        self._updated_here: set[int] = set()  # ids: a metric's hash changes with its state
         for metric in root.modules():
             if is_metric(metric) and not hasattr(metric, "items"):
                 self._link(metric, data_group)
 
     def _link(self, metric: Any, data_group: dist.ProcessGroup | None) -> None:
         update, compute, process_group = metric.update, metric.compute, metric.process_group
+        forward = metric.forward
+        template = copy.deepcopy(metric)
+        template.reset()
 
         def linked_update(*args: Any, **kwargs: Any) -> None:
             run = current_run()
             if run is None or run.is_live:
-                self._updated_here.add(metric)
+                self._updated_here.add(id(metric))
                 update(*args, **kwargs)
 
         def linked_compute(*args: Any, **kwargs: Any) -> Any:
@@ -46,10 +51,20 @@ class MetricLink:
                 self._share_state(metric)
             return compute(*args, **kwargs)
 
+        def linked_forward(*args: Any, **kwargs: Any) -> Any:
+            run = current_run()
+            if run is None or run.is_live:
+                of_batch = self._of_batch.setdefault(id(metric), None)
+                if of_batch is None:
+                    of_batch = self._of_batch[id(metric)] = copy.deepcopy(template)
+                of_batch.update(*args, **kwargs)
+            return forward(*args, **kwargs)
+
         def undo() -> None:
+            del metric.__dict__["forward"]
             metric.update, metric.compute, metric.process_group = update, compute, process_group
 
-        metric.update, metric.compute = linked_update, linked_compute
+        metric.update, metric.compute, metric.forward = linked_update, linked_compute, linked_forward
         if metric.process_group is None:
             metric.process_group = data_group
         self._undo.append(undo)
@@ -58,7 +73,7 @@ class MetricLink:
         if self._pipe_group is None or dist.get_world_size(self._pipe_group) == 1:
             return
         holders: list[bool | None] = [None] * dist.get_world_size(self._pipe_group)
-        dist.all_gather_object(holders, metric in self._updated_here and metric.update_count > 0, group=self._pipe_group)
+        dist.all_gather_object(holders, id(metric) in self._updated_here and metric.update_count > 0, group=self._pipe_group)
         if not any(holders):
             return
         source = max(index for index, holds in enumerate(holders) if holds)
@@ -74,11 +89,33 @@ class MetricLink:
                 setattr(metric, name, map_tensors(lambda tensor: tensor.to(metric.device), state[name]))
             metric._update_count, metric._computed = count, None
 
-    def forward_cache(self, metric: Any) -> Any:
-        """The value of the last batch, which loggers show for a metric logged by step."""
-        return map_tensors(lambda tensor: tensor.detach().cpu(), metric._forward_cache)
+    def begin_step(self) -> None:
+        """Forget the values of the previous batch."""
+        self._of_batch.clear()
+
+    def batch_values(self, names: Collection[str]) -> dict[str, Any]:
+        """What the named metrics saw of this batch on this rank: a metric of its own each, to be merged by `merged_value`."""
+        return {name: self._of_batch.get(id(module)) for name, module in self._root.named_modules() if name in names}
 
     def close(self) -> None:
         """Give the metrics their own methods back."""
         while self._undo:
             self._undo.pop()()
+
+
+def merged_value(parts: Sequence[Any], device: Any) -> Any:
+    """The value over several ranks' parts of one batch; None where no rank had the metric called on it.
+
+    Metrics that torchmetrics cannot merge (`full_state_update`) give the last rank's value.
+    """
+    present = [part.to(device) for part in parts if part is not None]
+    if not present:
+        return None
+    whole = present[0]
+    for part in present[1:]:
+        try:
+            whole.merge_state(part)
+        except RuntimeError:
+            whole = part
+    whole.sync_on_compute = False
+    return whole.compute()

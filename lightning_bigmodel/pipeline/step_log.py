@@ -60,7 +60,8 @@ class StepLog:
         self.entries: dict[str, LogEntry] = {}
         self.weight = 1.0
         self.num_samples = 1
-        self._metric_names = {module: name for name, module in root.named_modules()}
+        # By id: a metric's hash changes with its state.
+        self._metric_names = {id(module): name for name, module in root.named_modules()}
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Keep one logged value. Positional arguments after the value follow the host's `log(name, value, prog_bar, ...)`."""
@@ -72,7 +73,7 @@ class StepLog:
         batch_size = options.pop("batch_size", None)
         entry = self.entries.setdefault(name, LogEntry(name, options))
         if isinstance(value, nn.Module):
-            entry.metric = self._metric_names.get(value)
+            entry.metric = self._metric_names.get(id(value))
             if entry.metric is None:
                 raise ValueError(
                     f"`self.log({name!r}, ...)` was given a metric that is not a submodule of the LightningModule; assign it "

@@ -53,7 +53,6 @@ from lightning_bigmodel.pipeline.blocks import check_blocks
 from lightning_bigmodel.pipeline.engine import PipelineEngine, StepOutcome
 from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.gradients import GradientWindow, clip_by_norm
-from lightning_bigmodel.pipeline.metrics import MetricLink
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
 from lightning_bigmodel.pipeline.ownership import broadcast_module
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
@@ -153,7 +152,6 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self._mesh: RankMesh | None = None
         self._engine: PipelineEngine | None = None
         self._window: GradientWindow | None = None
-        self._metrics: MetricLink | None = None
         self._guard: FailureGuard | None = None
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._seed = 0
@@ -275,7 +273,6 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         )
         self._partition(trainer)
         self.model_to_device()
-        self._metrics = MetricLink(module, self.mesh.model_group, self.mesh.data_group)
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
@@ -288,8 +285,9 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         """Cut the model on its first batch, which rank 0 shares: all ranks must come to one plan."""
         batch, step_name = None, "training_step"
         if self.engine.num_stages > 1:
-            state = capture_rng()
+            # What setting the loaders up draws, one process draws too; what comes after it does not.
             loader, step_name = _host.first_loader(trainer)
+            state = capture_rng()
             batch = loader.peek() if isinstance(loader, MeshLoader) else None
             if batch is None:
                 raise ValueError(
@@ -460,7 +458,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        modules = dict(module.named_modules()) if outcome.metric_caches else {}
+        modules = dict(module.named_modules()) if outcome.metric_values else {}
         training = self._trainer().training
         self._is_replaying = True
         try:
@@ -468,7 +466,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
                 if value is None:
                     assert entry.metric is not None
                     metric: Any = modules[entry.metric]
-                    metric._forward_cache = outcome.metric_caches.get(entry.metric)
+                    metric._forward_cache = outcome.metric_values.get(entry.metric)
                     module.log(entry.name, metric, **entry.options)
                     continue
                 summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
@@ -600,14 +598,12 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     def teardown(self) -> None:
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
-            if self._metrics is not None:
-                self._metrics.close()
             with nullcontext() if self._failed else self._phase("teardown"):
                 self._engine.uninstall(restore=not self._failed)
         if self._guard is not None:
             self._guard.close()
             _host.give_back_sampling(self._trainer(), self._shards_data)
-        self._engine = self._window = self._metrics = self._guard = None
+        self._engine = self._window = self._guard = None
         super().teardown()
 
     def describe_ranks(self) -> list[dict[str, Any]]:

@@ -194,22 +194,26 @@ def test_values_that_are_no_tensors_and_keys_with_dots(tmp_path: Path) -> None:
         load_sharded(tmp_path / "last.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("before", ["checkpoint", "file", "link"])
+@pytest.mark.parametrize("before", ["checkpoint", "file", "link to a file", "link to a folder"])
 def test_overwriting_the_same_name(tmp_path: Path, before: str) -> None:
     """A directory that exists must neither stop the save nor leave parts of the old checkpoint in the new one."""
     directory = tmp_path / "last.ckpt"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "kept").touch()
     if before == "checkpoint":
         run_ranks(save_on_rank, 2, directory, 2, 1)
         (directory / "of the old one").touch()
+    elif before == "file":
+        directory.write_text("old")
     else:
-        (tmp_path / "other").write_text("kept")
-        directory.write_text("old") if before == "file" else directory.symlink_to(tmp_path / "other")
+        directory.symlink_to(other / "kept" if before == "link to a file" else other)
     save_from_one_process(directory, steps=2)
     check_loaded(load_sharded(directory), steps=2)
-    others = {"other"} if before != "checkpoint" else set()
-    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt"} | others
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "other"}
+    assert not directory.is_symlink()
     assert "of the old one" not in {path.name for path in directory.iterdir()}
-    assert all((tmp_path / name).read_text() == "kept" for name in others)
+    assert [path.name for path in other.iterdir()] == ["kept"]
 
 
 def test_metadata_with_tensors_of_the_model_is_refused(tmp_path: Path) -> None:
@@ -238,6 +242,17 @@ def test_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:
     save_from_one_process(directory, steps=1)
     check_loaded(load_sharded(directory), steps=1)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_half_written_rest_of_a_dead_run_is_removed_before_writing(tmp_path: Path) -> None:
+    """Rests of killed runs would fill the disk, most of all when the save that follows fails for lack of space."""
+    directory = tmp_path / "last.ckpt"
+    save_from_one_process(directory)
+    (tmp_path / ".last.ckpt.writing-1").mkdir()
+    (tmp_path / ".last.ckpt.writing-1" / "__0_0.distcp").touch()
+    with pytest.raises(RuntimeError, match="refuses to be saved"):
+        save_from_one_process(directory, rank_state={"mine": Unsavable()})
+    assert list(tmp_path.iterdir()) == [directory]
 
 
 class Unsavable:

@@ -134,21 +134,22 @@ def test_collectives_of_a_backward_are_seen(how, counts):
     assert run_ranks(train_in_parallel, 2, how) == [counts, counts]
 
 
-def redistribute() -> dict[str, tuple[int, int]]:
+def multiply_sharded() -> dict[str, tuple[int, int]]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = dist.init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    rows = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     with CollectiveCounter() as counter:
-        sharded.redistribute(mesh, [Replicate()]).to_local()
-        sharded.sum().redistribute(mesh, [Replicate()]).to_local()
+        product = rows @ rows  # gathers the second factor
+    with counter:
+        product.sum().redistribute(mesh, [Replicate()]).to_local()
     return counter.as_dict()
 
 
 def test_collectives_inside_dtensor_are_seen():
     """A mode that handles a DTensor's operator itself never sees the collectives this issues."""
     expected = {"all_gather": (1, 32), "all_reduce": (1, 4)}
-    assert run_ranks(redistribute, 2) == [expected, expected]
+    assert run_ranks(multiply_sharded, 2) == [expected, expected]
 
 
 def test_a_counter_refuses_to_count_twice():

@@ -98,6 +98,17 @@ def test_the_loss_reads_values_from_the_middle(kind, name):
     torch.testing.assert_close(loss - error, 0.1 * kept[0].square().mean())
 
 
+def test_a_skip_passes_over_the_middle_blocks():
+    """Without its skip the module would be one more plain chain."""
+    module = tiny.TinySkips()
+    outputs, last_inputs = [], []
+    for block in module.blocks:
+        block.register_forward_hook(lambda module, args, output: outputs.append(output))
+    module.blocks[-1].register_forward_pre_hook(lambda module, args: last_inputs.append(args[0]))
+    module(module.example_batch(2)[0])
+    torch.testing.assert_close(last_inputs[0], outputs[-2] + outputs[0])
+
+
 def test_a_long_skip_needs_three_blocks():
     """With two blocks the skip would pass over nothing, silently."""
     with pytest.raises(ValueError, match="`num_blocks=2`"):
