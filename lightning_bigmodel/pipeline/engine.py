@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_bigmodel.mesh.build import RankMesh
 from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.pipeline import gate as gates
+from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
     MicrobatchWeight,
@@ -139,6 +140,7 @@ class PipelineEngine:
         self._weight, self._ignored, self._seed = weight, ignored_attributes, seed
         self._stages: list[MicrobatchStage] = []
         self._torch_schedule: Any = None
+        self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
         self.metrics: MetricLink | None = None
 
@@ -358,12 +360,9 @@ class PipelineEngine:
         return payload
 
     def _exchange(self, own: _Payload, group: Any) -> list[_Payload]:
-        size = dist.get_world_size(group)
-        if size == 1:
+        if dist.get_world_size(group) == 1:
             return [own]
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, own, group=group)
-        return sorted(gathered, key=lambda payload: (payload.data_rank, payload.pipe_rank))
+        return sorted(gather_objects(own, group), key=lambda payload: (payload.data_rank, payload.pipe_rank))
 
     def _last_of_pipeline(self, payloads: list[_Payload]) -> _Payload:
         return next(p for p in payloads if p.data_rank == self.mesh.data_rank and p.is_last)
@@ -387,7 +386,9 @@ class PipelineEngine:
     def trained_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank that take gradients."""
         assert self.share is not None, "`partition` comes first"
-        return [parameter for parameter in self.share.owned if parameter.requires_grad]
+        if self._owned is None:
+            self._owned = self.share.owned  # every step asks, and walking the module tree costs as much as a small layer
+        return [parameter for parameter in self._owned if parameter.requires_grad]
 
     def _untrained_names(self) -> set[str]:
         trace = self.planner.first_trace

@@ -60,8 +60,8 @@ class StepLog:
         self.entries: dict[str, LogEntry] = {}
         self.weight = 1.0
         self.num_samples = 1
-        # By id: a metric's hash changes with its state.
-        self._metric_names = {id(module): name for name, module in root.named_modules()}
+        self._root = root
+        self._metric_names: dict[int, str] | None = None
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Keep one logged value. Positional arguments after the value follow the host's `log(name, value, prog_bar, ...)`."""
@@ -73,6 +73,8 @@ class StepLog:
         batch_size = options.pop("batch_size", None)
         entry = self.entries.setdefault(name, LogEntry(name, options))
         if isinstance(value, nn.Module):
+            if self._metric_names is None:  # by id: a metric's hash changes with its state
+                self._metric_names = {id(module): known for known, module in self._root.named_modules()}
             entry.metric = self._metric_names.get(id(value))
             if entry.metric is None:
                 raise ValueError(

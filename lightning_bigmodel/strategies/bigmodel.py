@@ -54,7 +54,7 @@ from lightning_bigmodel.pipeline.engine import PipelineEngine, StepOutcome
 from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.gradients import GradientWindow, clip_by_norm
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
-from lightning_bigmodel.pipeline.ownership import broadcast_module
+from lightning_bigmodel.pipeline.ownership import ParameterShare, broadcast_module
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
@@ -152,6 +152,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self._mesh: RankMesh | None = None
         self._engine: PipelineEngine | None = None
         self._window: GradientWindow | None = None
+        self._share: ParameterShare | None = None  # outlives the run: checkpoints may be saved after it
+        self._num_steps = 0
         self._guard: FailureGuard | None = None
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._seed = 0
@@ -301,7 +303,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         else:
             self.engine.partition(batch, lambda _: None)
         self.engine.install()
-        share = self.engine.share
+        share = self._share = self.engine.share
         assert share is not None
         shared = share.shared()
         self._subgroups = build_pipe_subgroups(self.mesh, list(shared))
@@ -588,9 +590,10 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self._failed = True
         if self._guard is None:
             return
-        self._guard.report(exception, "the run")
         error = self._guard.translate(exception)
-        if error is not exception and not isinstance(exception, RankFailedError):
+        if error is exception:
+            self._guard.report(exception, "the run")
+        elif not isinstance(exception, RankFailedError):
             self.teardown()
             raise error from exception
 
@@ -598,6 +601,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     def teardown(self) -> None:
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
+            self._num_steps = self._engine.num_steps
             with nullcontext() if self._failed else self._phase("teardown"):
                 self._engine.uninstall(restore=not self._failed)
         if self._guard is not None:

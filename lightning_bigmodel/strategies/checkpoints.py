@@ -21,6 +21,7 @@ from lightning_bigmodel.checkpoint import (
 )
 
 if TYPE_CHECKING:
+    from lightning_bigmodel.pipeline.ownership import ParameterShare
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = ["CheckpointMixin"]
@@ -34,17 +35,26 @@ class CheckpointMixin:
         """Each rank loads what it owns, so the model is cut first."""
         return True
 
+    def _held(self: Any) -> ParameterShare:
+        """What this rank holds, during a run and after it.
+
+        Raises:
+            RuntimeError: Before the first run.
+        """
+        share: ParameterShare | None = self._share
+        if share is None:
+            raise RuntimeError("There is nothing to save or load yet: the model is set up by `fit`, `validate`, `test` or `predict`.")
+        return share
+
     def _owned_names(self: Any) -> set[str]:
-        strategy: BigModelStrategy = self
-        share = strategy.engine.share
-        assert share is not None
+        share = self._held()
         persistent = set(share.module.state_dict(keep_vars=True))
         names = {share.names[id(parameter)] for parameter in share.owned}
         names |= {name for name in share.owned_buffers() if name in persistent}
         return names
 
     def _parameter_names(self: Any) -> dict[int, str]:
-        names: dict[int, str] = self.engine.share.names
+        names: dict[int, str] = self._held().names
         return names
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
@@ -56,7 +66,7 @@ class CheckpointMixin:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         names = self._parameter_names()
-        owned = {names[id(parameter)] for parameter in self.engine.share.owned}
+        owned = {names[id(parameter)] for parameter in self._held().owned}
         state: Any = optimizer_state_by_name(optimizer, names, owned)
         return dict(state)
 
@@ -82,7 +92,7 @@ class CheckpointMixin:
                 model_state=model_state,
                 optimizer_states=optimizer_states,
                 metadata=rest,
-                rank_state={"num_steps": strategy.engine.num_steps},
+                rank_state={"num_steps": strategy._num_steps if strategy._engine is None else strategy._engine.num_steps},
                 layout=layout,
             )
 
@@ -97,7 +107,7 @@ class CheckpointMixin:
             loaded = load_sharded(
                 path,
                 model_names=strategy._owned_names(),
-                optimizer_names=[names[id(parameter)] for parameter in strategy.engine.share.owned],
+                optimizer_names=[names[id(parameter)] for parameter in strategy._held().owned],
                 weights_only=bool(weights_only),
             )
         if loaded.rank_state is not None:
@@ -129,7 +139,7 @@ class CheckpointMixin:
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of owned parameters, and all group options."""
         names = self._parameter_names()
-        owned_ids = {id(parameter) for parameter in self.engine.share.owned}
+        owned_ids = {id(parameter) for parameter in self._held().owned}
         owned = {names[key] for key in owned_ids}
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if checkpoint.get(_IS_SHARDED):

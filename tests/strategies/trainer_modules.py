@@ -94,11 +94,11 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Logs a tensor, a number and a metric object; returns a dict."""
+        if batch_idx == self.hparams["fail_at"] and self.trainer.global_rank == 1:
+            raise ValueError("boom")
         size = len(batch["label"])
         self.log("length", batch["length"], on_step=True, on_epoch=True, batch_size=size)
         logits = self(batch)
-        if batch_idx == self.hparams["fail_at"] and self.trainer.global_rank == 1:
-            raise ValueError("boom")
         loss = nn.functional.cross_entropy(logits, batch["label"])
         self.accuracy(logits, batch["label"])
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, batch_size=size)
