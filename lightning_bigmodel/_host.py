@@ -69,14 +69,15 @@ def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | 
         _init_dist_connection,
     )
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning_utilities.core.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     reset_seed()
     environment = strategy.cluster_environment
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
     environment.set_world_size(strategy.num_nodes * strategy.num_processes)
-    rank_zero_only.rank = fabric_rank_zero_only.rank = strategy.global_rank
+    for only in (rank_zero_only, fabric_rank_zero_only):
+        only.rank = strategy.global_rank  # type: ignore[attr-defined]  # set by every strategy this way
     device = strategy.root_device
     if backend is None:
         backend = _get_default_process_group_backend_for_device(device)
@@ -120,7 +121,7 @@ def first_loader(trainer: pl.Trainer) -> tuple[Any, str]:
     """
     from lightning.pytorch.trainer.states import TrainerFn
 
-    loops = {
+    loops: dict[Any, tuple[Any, str]] = {
         TrainerFn.FITTING: (trainer.fit_loop, "training_step"),
         TrainerFn.VALIDATING: (trainer.validate_loop, "validation_step"),
         TrainerFn.TESTING: (trainer.test_loop, "test_step"),

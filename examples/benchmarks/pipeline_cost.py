@@ -220,7 +220,7 @@ def _rows(result: dict[str, Any]) -> str:
 
 
 _HEADER = (
-    "| schedule, what | by hand ms | ours ms | ratio of minima | median ratio | processor by hand ms | ours ms | ratio |"
+    "| schedule, pair | by hand ms | ours ms | ratio of minima | median ratio | processor ms by hand | ours | ratio |"
     "\n| --- |" + " ---: |" * 7
 )
 

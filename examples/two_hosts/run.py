@@ -40,7 +40,7 @@ def _ip(*arguments: str) -> str:
 
 def _check_can_run() -> None:
     if shutil.which("ip") is None:
-        raise RuntimeError("`ip` was not found. Install iproute2 (`apt-get install iproute2`); this runs on Linux only.")
+        raise RuntimeError("`ip` was not found. Install iproute2 (`apt-get install iproute2`); Linux only.")
     if os.geteuid() != 0:
         raise RuntimeError("Network namespaces can only be made by root. Run this as root, or with `sudo`.")
 

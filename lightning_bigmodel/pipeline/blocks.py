@@ -19,7 +19,7 @@ __all__ = ["UnitTree", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HOW_TO_NAME = (
-    'Name the modules where the model may be cut, in `blocks=[...]`, by module name or pattern as `named_modules()` prints '
+    "Name the modules where the model may be cut, in `blocks=[...]`, by module name or pattern as `named_modules()` prints "
     'them: for example `blocks=["model.layers.*"]`. Each must be called exactly once in a step, through `module(...)`.'
 )
 
@@ -36,7 +36,9 @@ def check_blocks(blocks: object) -> None:
     if not isinstance(blocks, (list, tuple)) or not all(isinstance(name, str) for name in blocks):
         raise TypeError(f"`blocks={blocks!r}` must be 'auto' or a list of module names or patterns.")
     if not blocks:
-        raise ValueError('`blocks=[]` names no module. Use `blocks="auto"`, or name the modules where the model may be cut.')
+        raise ValueError(
+            '`blocks=[]` names no module. Use `blocks="auto"`, or name the modules where the model may be cut.'
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ def _called_children(module: nn.Module, calls: Counter[nn.Module]) -> list[nn.Mo
 
 def _is_strong_chain(module: nn.Module, calls: Counter[nn.Module]) -> bool:
     """Whether `module` repeats one kind of composite child: what people call the blocks of a model."""
-    kinds = Counter(type(child) for child in _called_children(module, calls) if next(child.children(), None) is not None)
+    kinds = Counter(
+        type(child) for child in _called_children(module, calls) if next(child.children(), None) is not None
+    )
     return bool(kinds) and kinds.most_common(1)[0][1] >= 2
 
 

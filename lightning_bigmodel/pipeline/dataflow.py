@@ -26,7 +26,13 @@ __all__ = ["Dataflow", "FlowRecord", "Tag"]
 # unit; ("random", n, 0) the result of a random operator between units.
 Tag = tuple[str, int, int]
 
-_SIZED_BY_DATA = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"}
+_SIZED_BY_DATA = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+}
 
 
 @dataclass
@@ -48,7 +54,7 @@ class Dataflow(TorchDispatchMode):
     """
 
     def __init__(self, parameters: Mapping[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = FlowRecord()
         self.position = 0  # number of units entered so far; between units, the index of the next one
         self.inside: int | None = None
@@ -175,7 +181,6 @@ class Dataflow(TorchDispatchMode):
     def _sized_by_data(self) -> None:
         if self.record.data_sized_at is None:
             self.record.data_sized_at = self.position
-
 
 
 def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

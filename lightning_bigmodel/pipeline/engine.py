@@ -322,7 +322,9 @@ class PipelineEngine:
                 tasks.append(MicrobatchTask(call, plan, shares[index], shared, own))
             stage.tasks = tasks
 
-    def _call(self, step: Step, microbatch: Any, weight: float, log: StepLog, *, keeps_state: bool) -> Callable[[], Any]:
+    def _call(
+        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, keeps_state: bool
+    ) -> Callable[[], Any]:
         def call() -> Any:
             log.weight, log.num_samples = weight, batch_size(microbatch) or 1
             state = None if keeps_state else StepState(self.root, self._ignored)
@@ -342,7 +344,9 @@ class PipelineEngine:
         parts = self.metrics.batch_values(names) if self.metrics is not None else {}
         return _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, parts)
 
-    def _payload(self, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]) -> _Payload:
+    def _payload(
+        self, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]
+    ) -> _Payload:
         payload = self._logged(log)
         last = next((stage for stage in self._stages if stage.is_last), None)
         if last is None:
@@ -378,7 +382,8 @@ class PipelineEngine:
     def _metric_values(self, payloads: list[_Payload]) -> dict[str, Any]:
         names = {name for payload in payloads for name in payload.metric_parts}
         return {
-            name: merged_value([payload.metric_parts.get(name) for payload in payloads], self.device) for name in sorted(names)
+            name: merged_value([payload.metric_parts.get(name) for payload in payloads], self.device)
+            for name in sorted(names)
         }
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -387,7 +392,9 @@ class PipelineEngine:
         """Parameters of this rank that take gradients."""
         assert self.share is not None, "`partition` comes first"
         if self._owned is None:
-            self._owned = self.share.owned  # every step asks, and walking the module tree costs as much as a small layer
+            self._owned = (
+                self.share.owned
+            )  # every step asks, and walking the module tree costs as much as a small layer
         return [parameter for parameter in self._owned if parameter.requires_grad]
 
     def _untrained_names(self) -> set[str]:
@@ -411,7 +418,9 @@ class PipelineEngine:
             if sum(name in missing for missing in mine) == len(self.share.owners_of(name))
         )
         if lost:
-            shown = ", ".join(f"`{name}`" for name in lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
+            shown = ", ".join(f"`{name}`" for name in lost[:10]) + (
+                f" and {len(lost) - 10} more" if len(lost) > 10 else ""
+            )
             raise RuntimeError(
                 f"{shown} got no gradient in the pipeline, although in one process the loss depends on them. A value derived "
                 "from them reaches the loss on a way the cut cannot follow. Return such values from their block."

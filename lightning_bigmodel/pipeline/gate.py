@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bigmodel.pipeline.trace import LeafSpec, StepTrace
-from lightning_bigmodel.pipeline.tree import is_floating, map_leaves, tensor_leaves
+from lightning_bigmodel.pipeline.tree import map_leaves, tensor_leaves
 
 __all__ = ["StageBoundary", "StagePlan", "StageRun", "gate", "is_gated", "ungate"]
 
@@ -86,7 +86,10 @@ class _Identity(torch.autograd.Function):
 
 def as_output(tensor: Tensor) -> Tensor:
     """A received leaf as if a block of this rank had just returned it."""
-    return _Identity.apply(tensor) if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    result: Tensor = _Identity.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
 
 
 def stand_in(spec: LeafSpec, device: torch.device, fill: float, *, own_memory: bool) -> Tensor:
@@ -122,9 +125,7 @@ class StageRun:
     _arrived: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._arrived = {
-            key: as_output(tensor) for key, tensor in zip(self.plan.received, self.inputs, strict=True)
-        }
+        self._arrived = {key: as_output(tensor) for key, tensor in zip(self.plan.received, self.inputs, strict=True)}
         # Code before the first block belongs to the first stage; code between two blocks to the stage of the later one.
         self.is_live = self.plan.first == 0
 

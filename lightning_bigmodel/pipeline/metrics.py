@@ -25,7 +25,9 @@ class MetricLink:
     Communication: at each `compute`, one object all-gather and one object broadcast of the state along the pipeline.
     """
 
-    def __init__(self, root: nn.Module, pipe_group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, root: nn.Module, pipe_group: dist.ProcessGroup | None, data_group: dist.ProcessGroup | None
+    ) -> None:
         self._root, self._pipe_group = root, pipe_group
         self._of_batch: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
@@ -73,7 +75,9 @@ class MetricLink:
         if self._pipe_group is None or dist.get_world_size(self._pipe_group) == 1:
             return
         holders: list[bool | None] = [None] * dist.get_world_size(self._pipe_group)
-        dist.all_gather_object(holders, id(metric) in self._updated_here and metric.update_count > 0, group=self._pipe_group)
+        dist.all_gather_object(
+            holders, id(metric) in self._updated_here and metric.update_count > 0, group=self._pipe_group
+        )
         if not any(holders):
             return
         source = max(index for index, holds in enumerate(holders) if holds)

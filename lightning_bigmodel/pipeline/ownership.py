@@ -116,7 +116,9 @@ class ParameterShare:
         for parameter in self.module.parameters():
             if not self.is_owned(parameter):
                 fill = float("nan") if parameter.is_floating_point() else 0
-                parameter.data = torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                parameter.data = torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(
+                    parameter.shape
+                )
                 parameter.grad = None
         self._released = True
 
@@ -156,4 +158,3 @@ class ParameterShare:
                 pairs.append((self._buffer_owners.get(name, 0), buffer.data))
         _broadcast(pairs, self._group)
         self._released = False
-

@@ -9,7 +9,15 @@ from torch import nn
 
 from lightning_bigmodel.pipeline.trace import StepTrace
 
-__all__ = ["Ownership", "PartitionError", "balance", "cut_points", "parameter_owners", "stage_of_positions", "unit_costs"]
+__all__ = [
+    "Ownership",
+    "PartitionError",
+    "balance",
+    "cut_points",
+    "parameter_owners",
+    "stage_of_positions",
+    "unit_costs",
+]
 
 # Computing decides the pace of a pipeline, so floating-point operations weigh most; parameters weigh in so that blocks of
 # equal work are spread by memory too, and so that an embedding (no multiply-adds) is not taken for free.
@@ -77,7 +85,9 @@ def balance(costs: Sequence[float], starts: Sequence[int], num_stages: int) -> l
                 for first, (largest, squares, chosen) in best.items()
                 if first < end
             ]
-            following[end] = min((round(largest, 12), round(squares, 12), chosen) for largest, squares, chosen in options)
+            following[end] = min(
+                (round(largest, 12), round(squares, 12), chosen) for largest, squares, chosen in options
+            )
         best = following
     return best[num_segments][2]
 
@@ -156,7 +166,9 @@ def _refuse_leaks(trace: StepTrace, stage_at: Callable[[int], int]) -> None:
     for unit, positions in sorted(trace.flow.leaks.items()):
         users = sorted({stage_at(position) for position in positions} - {stage_at(unit)})
         if users:
-            where = [trace.units[p].name if p < len(trace.units) else "the code after the last block" for p in positions]
+            where = [
+                trace.units[p].name if p < len(trace.units) else "the code after the last block" for p in positions
+            ]
             raise PartitionError(
                 f"A value made inside `{trace.units[unit].name}` (pipeline stage {stage_at(unit)}) is used by "
                 f"{', '.join(sorted(set(where)))} (stage {', '.join(map(str, users))}) without being returned by the block: "

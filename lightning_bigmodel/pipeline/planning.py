@@ -129,7 +129,9 @@ class Planner:
         plans = self._cut(trace)
         if not trace.shapes_depend_on_data:
             if predicted is None:
-                if known is None or [call.module for call in known.trace.units] != [call.module for call in trace.units]:
+                if known is None or [call.module for call in known.trace.units] != [
+                    call.module for call in trace.units
+                ]:
                     known = self._known[key] = _Known(trace, SizeRules())
                 known.rules.add(sizes, trace.sizes())
             self._plans[key, sizes] = plans

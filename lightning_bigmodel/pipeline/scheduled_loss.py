@@ -69,7 +69,7 @@ def run_as_one_node(
     if loss is None:
         return None
     anchor = torch.zeros((), device=loss.device, dtype=loss.dtype, requires_grad=True)
-    result: Tensor = ScheduledLoss.apply(anchor, loss, gradients, scale)
+    result: Tensor = ScheduledLoss.apply(anchor, loss, gradients, scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -87,5 +87,5 @@ class _ScaledBackward(torch.autograd.Function):
 
 def scaled_backward(loss: Tensor, scale: Callable[[Tensor], Tensor | float]) -> Tensor:
     """The same loss; what arrives at it in backward is replaced by `scale` of it."""
-    result: Tensor = _ScaledBackward.apply(loss, scale)
+    result: Tensor = _ScaledBackward.apply(loss, scale)  # type: ignore[no-untyped-call]
     return result

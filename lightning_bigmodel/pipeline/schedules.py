@@ -98,7 +98,7 @@ def _first(output: Tensor, target: Tensor) -> Tensor:
 
 
 def build_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> Any:
-    """torch's schedule object over this rank's stages. One object serves every batch shape."""
+    """Torch's schedule object over this rank's stages. One object serves every batch shape."""
     schedule_class = get_schedule_class(name)
     single = SCHEDULES[name].stages_per_rank == 1
     # Losses are weighted by our stages; `scale_grads=True` would divide accumulated gradients again at every call.

@@ -197,7 +197,10 @@ class MicrobatchStage:
         return tuple(flight.sending)
 
     def _run(
-        self, task: MicrobatchTask, inputs: Sequence[Tensor], fill: Callable[[int], float] = lambda position: float("nan")
+        self,
+        task: MicrobatchTask,
+        inputs: Sequence[Tensor],
+        fill: Callable[[int], float] = lambda position: float("nan"),
     ) -> tuple[StageRun, Any]:
         with _random_streams(task) as use_stage_stream:
             run = StageRun(task.plan, inputs, self.device, use_stage_stream, fill)
@@ -212,13 +215,16 @@ class MicrobatchStage:
                 loss = loss_of(self._run(task, inputs, fill)[1])
             return float("nan") if loss is None else float(loss)
 
-        losses = [loss_with(lambda position, value=value: value) for value in (0.0, 1.0)]
+        def only(marked: int) -> Callable[[int], float]:
+            return lambda position: float("nan") if position == marked else 0.0
+
+        losses = [loss_with(lambda position: 0.0), loss_with(lambda position: 1.0)]
         if all(math.isnan(loss) for loss in losses):
             return
         readers = [
             call.name
             for position, call in enumerate(task.plan.trace.units[: task.plan.first])
-            if math.isnan(loss_with(lambda p, position=position: float("nan") if p == position else 0.0))
+            if math.isnan(loss_with(only(position)))
         ]
         raise RuntimeError(
             f"The loss reads the output of {', '.join(f'`{name}`' for name in readers) or 'a block'}, which is computed on an "
@@ -244,10 +250,13 @@ class MicrobatchStage:
         plan, flight = self.tasks[index].plan, self._flight(index)
         specs = [plan.spec(key) for key in plan.sent]
         flight.gradients = [
-            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if spec.requires_grad else None for spec in specs
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) if spec.requires_grad else None
+            for spec in specs
         ]
         peer = self._peer(self.stage_index + 1)
-        return [dist.P2POp(dist.irecv, gradient, peer, self.group) for gradient in flight.gradients if gradient is not None]
+        return [
+            dist.P2POp(dist.irecv, gradient, peer, self.group) for gradient in flight.gradients if gradient is not None
+        ]
 
     def set_local_bwd_input(self, next_input_gradients: Any, index: int) -> None:
         """Gradients from the next stage where it is on this rank too (V schedules)."""
@@ -280,7 +289,9 @@ class MicrobatchStage:
             for tensor, gradient in zip(inputs, found, strict=True)
         ]
 
-    def _roots(self, task: MicrobatchTask, flight: _Flight) -> tuple[list[Tensor], list[Tensor | None], dict[int, Tensor]]:
+    def _roots(
+        self, task: MicrobatchTask, flight: _Flight
+    ) -> tuple[list[Tensor], list[Tensor | None], dict[int, Tensor]]:
         """What to differentiate, with which gradients; and the gradients of values that only pass through."""
         if self.is_last:
             if task.loss is None:

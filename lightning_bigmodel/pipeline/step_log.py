@@ -86,7 +86,9 @@ class StepLog:
         if not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())  # as the host does; a mean of integers must not be floored
         if tensor.numel() != 1:
-            raise ValueError(f"`self.log({name!r}, ...)` was given a tensor of shape {tuple(tensor.shape)}; log a single value.")
+            raise ValueError(
+                f"`self.log({name!r}, ...)` was given a tensor of shape {tuple(tensor.shape)}; log a single value."
+            )
         entry.values.append(tensor.reshape(()).cpu())
         entry.weights.append(float(batch_size) if batch_size is not None else self.weight)
         entry.batch_sizes.append(int(batch_size) if batch_size is not None else self.num_samples)

@@ -132,9 +132,7 @@ def _untouched(root: nn.Module) -> Iterator[None]:
     attributes = [(module, dict(module.__dict__)) for module in root.modules()]
     containers: list[tuple[Any, Any]] = []
     for _, saved in attributes:
-        containers.extend(
-            (value, value.copy()) for value in saved.values() if isinstance(value, (list, dict, set))
-        )
+        containers.extend((value, value.copy()) for value in saved.values() if isinstance(value, (list, dict, set)))
     state = capture_rng()
     try:
         yield
@@ -151,7 +149,7 @@ def _untouched(root: nn.Module) -> Iterator[None]:
             module.__dict__.update(saved)
 
 
-def _metrics(root: nn.Module) -> list[nn.Module]:
+def _metrics(root: nn.Module) -> list[Any]:
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return []
@@ -172,12 +170,12 @@ def _silence_metrics(root: nn.Module) -> None:
 
     for metric in _metrics(root):
         if hasattr(metric, "items"):
-            names = list(metric.keys())  # type: ignore[operator]  # MetricCollection is a ModuleDict
+            names = list(metric.keys())  # a MetricCollection
             metric.forward = lambda *args, names=names, **kwargs: {name: torch.zeros(()) for name in names}
             metric.compute = metric.forward
         else:
             metric.forward = zero
-            metric.compute = zero  # type: ignore[assignment]  # an instance attribute in torchmetrics too
+            metric.compute = zero
         metric.update = lambda *args, **kwargs: None
 
 

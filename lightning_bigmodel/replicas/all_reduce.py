@@ -30,7 +30,9 @@ def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tens
 
 
 @torch.no_grad()
-def all_reduce_sum(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = _BUCKET_BYTES) -> None:
+def all_reduce_sum(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = _BUCKET_BYTES
+) -> None:
     """Replace each tensor by its sum over `group`, in place. Every rank must pass equal shapes in the same order.
 
     Communication: one all-reduce a bucket; bytes of all tensors once. Memory: two buckets.

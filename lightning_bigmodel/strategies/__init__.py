@@ -11,3 +11,6 @@ def register_strategies() -> None:
 
     if "bigmodel" not in StrategyRegistry:
         BigModelStrategy.register_strategies(StrategyRegistry)
+
+
+register_strategies()

@@ -35,7 +35,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -128,7 +127,9 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         for name, value in (("pipeline_parallel_size", pipeline_parallel_size), ("num_microbatches", num_microbatches)):
-            optional = (name == "num_microbatches" and value is None) or (name == "pipeline_parallel_size" and value == "all")
+            optional = (name == "num_microbatches" and value is None) or (
+                name == "pipeline_parallel_size" and value == "all"
+            )
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
         if batch_source not in ("broadcast", "replicated"):
@@ -501,9 +502,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
             self._blocks_sync = False
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def synchronized_closure() -> Any:
             result = closure()
             self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
@@ -542,7 +541,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
 
     @override
     def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Reduce over the data ranks: the ranks of one pipeline hold one value between them."""
         if not isinstance(tensor, Tensor) or self._is_replaying:
@@ -550,9 +549,11 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         operation = str(reduce_op).rsplit(".", 1)[-1].lower() if reduce_op is not None else "mean"
         is_mean = operation in ("mean", "avg")
         # A mean of integers must not be floored.
-        reduced = tensor.detach().to(torch.get_default_dtype(), copy=True) if is_mean and not (
-            tensor.is_floating_point()
-        ) else tensor.detach().clone()
+        reduced = (
+            tensor.detach().to(torch.get_default_dtype(), copy=True)
+            if is_mean and not (tensor.is_floating_point())
+            else tensor.detach().clone()
+        )
         size = self.mesh.data_size
         if size > 1:
             operations = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}

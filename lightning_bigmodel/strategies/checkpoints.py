@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
@@ -43,7 +42,9 @@ class CheckpointMixin:
         """
         share: ParameterShare | None = self._share
         if share is None:
-            raise RuntimeError("There is nothing to save or load yet: the model is set up by `fit`, `validate`, `test` or `predict`.")
+            raise RuntimeError(
+                "There is nothing to save or load yet: the model is set up by `fit`, `validate`, `test` or `predict`."
+            )
         return share
 
     def _owned_names(self: Any) -> set[str]:
@@ -92,7 +93,9 @@ class CheckpointMixin:
                 model_state=model_state,
                 optimizer_states=optimizer_states,
                 metadata=rest,
-                rank_state={"num_steps": strategy._num_steps if strategy._engine is None else strategy._engine.num_steps},
+                rank_state={
+                    "num_steps": strategy._num_steps if strategy._engine is None else strategy._engine.num_steps
+                },
                 layout=layout,
             )
 

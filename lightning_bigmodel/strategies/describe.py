@@ -25,7 +25,11 @@ def describe_ranks(engine: PipelineEngine, mesh: RankMesh) -> list[dict[str, Any
             if engine.num_stages == 1 or rank_of_stage(engine.schedule, mesh.pipe_size, stage) == pipe_rank
         ]
         owned = [p for p in parameters if set(ownership.stages_of_parameter.get(id(p), ())) & set(held)]
-        calls = [] if trace is None else [call.name for call, stage in zip(trace.units, stages, strict=True) if stage in held]
+        calls = (
+            []
+            if trace is None
+            else [call.name for call, stage in zip(trace.units, stages, strict=True) if stage in held]
+        )
         return {
             "pipe_rank": pipe_rank,
             "stages": held,

@@ -47,7 +47,9 @@ def gather_predictions(trainer: pl.Trainer, mesh: RankMesh) -> None:
 def _merge(parts: list[tuple[Any, range | None]]) -> list[Any]:
     outputs = [output for output, _ in parts]
     places = [place for _, place in parts if place is not None]
-    if len(places) < len(parts) or not all(_is_per_sample(output, len(place)) for output, place in zip(outputs, places, strict=True)):
+    if len(places) < len(parts) or not all(
+        _is_per_sample(output, len(place)) for output, place in zip(outputs, places, strict=True)
+    ):
         return outputs
     order = torch.argsort(torch.tensor([position for place in places for position in place]))
     return [_join(outputs, order)]

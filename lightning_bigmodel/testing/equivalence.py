@@ -183,14 +183,18 @@ def _compare(
         if set(parameters) != set(reference):
             problems.append(f"rank {rank} has other parameters: {sorted(set(parameters) ^ set(reference))}")
         for name, expected in reference.items():
-            found = torch.from_numpy(parameters[name]) if name in parameters else torch.full_like(expected, float("nan"))
+            found = (
+                torch.from_numpy(parameters[name]) if name in parameters else torch.full_like(expected, float("nan"))
+            )
             worst = float((found - expected).abs().max()) if expected.numel() else 0.0
             differences[name] = max(differences.get(name, 0.0), worst if worst == worst else float("inf"))
             if not torch.allclose(found, expected, rtol=relative, atol=absolute):
                 problems.append(f"rank {rank}: `{name}` differs by up to {worst:.3g}")
         for name, value in metrics.items():
             distance = abs(logged.get(name, float("nan")) - value)
-            metric_differences[name] = max(metric_differences.get(name, 0.0), distance if distance == distance else float("inf"))
+            metric_differences[name] = max(
+                metric_differences.get(name, 0.0), distance if distance == distance else float("inf")
+            )
             if not distance <= absolute + relative * abs(value):
                 problems.append(f"rank {rank}: metric `{name}` is {logged.get(name, 'missing')} instead of {value}")
         if set(logged) - set(metrics):

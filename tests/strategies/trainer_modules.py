@@ -148,7 +148,9 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Parameter groups by name and shape; a schedule on a monitored metric."""
-        decayed = [parameter for name, parameter in self.named_parameters() if parameter.ndim >= 2 and "embed" not in name]
+        decayed = [
+            parameter for name, parameter in self.named_parameters() if parameter.ndim >= 2 and "embed" not in name
+        ]
         embedding = [parameter for name, parameter in self.named_parameters() if "embed" in name]
         rest = [parameter for name, parameter in self.named_parameters() if parameter.ndim < 2 and "embed" not in name]
         optimizer = torch.optim.AdamW(
@@ -179,7 +181,9 @@ class Classifier(LightningModule):
         self._count("after_backward")
 
 
-def loader(num_samples: int, batch_size: int, *, shuffle: bool = False, lengths: tuple[int, ...] = (6,)) -> DataLoader[Any]:
+def loader(
+    num_samples: int, batch_size: int, *, shuffle: bool = False, lengths: tuple[int, ...] = (6,)
+) -> DataLoader[Any]:
     """A loader of padded sequences."""
     return DataLoader(Sequences(num_samples, lengths=lengths), batch_size=batch_size, shuffle=shuffle, collate_fn=pad)
 
