@@ -63,6 +63,7 @@ def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | 
     """Start torch.distributed for a strategy, as Lightning's own strategies do.
 
     On CUDA the default takes gloo along: batches and Python objects are exchanged as CPU tensors.
+    Theirs also go back to the seed of `seed_everything`; then a shuffled loader would give another order than in one process.
     """
     from lightning.fabric.utilities.distributed import (
         _get_default_process_group_backend_for_device,
@@ -70,9 +71,7 @@ def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | 
     )
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
     from lightning_utilities.core.rank_zero import rank_zero_only
-    from lightning.fabric.utilities.seed import reset_seed
 
-    reset_seed()
     environment = strategy.cluster_environment
     environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
     environment.set_world_size(strategy.num_nodes * strategy.num_processes)

@@ -81,6 +81,7 @@ def _launch(name: str, node_rank: int, ranks_per_host: int, output: Path) -> sub
     train = [str(_TRAIN), "--num-nodes=2", f"--devices={ranks_per_host}", "--stages=2", f"--output={output}"]
     # Without the name of the link gloo looks up the host's own name, which leads elsewhere than to the cable.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"}
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # these hosts have no names, of which torch would warn
     # A session of its own, so that Ctrl-C reaches this script alone, which then ends all.
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *torchrun, *train], env=environment, start_new_session=True
@@ -114,11 +115,13 @@ def run(ranks_per_host: int, output: Path, timeout_seconds: float) -> dict[str, 
     middle = time.perf_counter()
     subprocess.run([sys.executable, str(_TRAIN), f"--output={output / 'one_process'}"], check=True)
     end = time.perf_counter()
-    expected = json.loads((output / "one_process" / "losses-0.json").read_text())
+    expected = json.loads((output / "one_process" / "rank-0.json").read_text())["losses"]
     loss_error = 0.0
     for rank in range(2 * ranks_per_host):
-        losses = json.loads((output / "two_hosts" / f"losses-{rank}.json").read_text())
-        loss_error = max([loss_error, *(abs(a - b) for a, b in zip(losses, expected, strict=True))])
+        found = json.loads((output / "two_hosts" / f"rank-{rank}.json").read_text())
+        if found["node"] != rank // ranks_per_host:
+            raise RuntimeError(f"Rank {rank} ran on host {found['node']}.")
+        loss_error = max([loss_error, *(abs(a - b) for a, b in zip(found["losses"], expected, strict=True))])
     weights, plain = (torch.load(output / folder / "weights.pt") for folder in ("two_hosts", "one_process"))
     weight_error = max(float((weights[name] - value).abs().max()) for name, value in plain.items())
     return {

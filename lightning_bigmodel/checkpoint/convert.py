@@ -54,9 +54,10 @@ def convert_to_single_file(
         FileExistsError: If the output exists and ``overwrite`` is not set, or is a directory.
         ValueError: If ``directory`` is no sharded checkpoint, is incomplete, or has what ``weights_only`` refuses.
 
-    Example:
-        >>> convert_to_single_file("checkpoints/last.ckpt", "single.ckpt")  # doctest: +SKIP
-        >>> MyModule.load_from_checkpoint("single.ckpt")  # doctest: +SKIP
+    Example::
+
+        convert_to_single_file("checkpoints/last.ckpt", "single.ckpt")
+        MyModule.load_from_checkpoint("single.ckpt")
     """
     source, output = _replace.find(Path(directory)), Path(output_path)
     index = read_index(source)

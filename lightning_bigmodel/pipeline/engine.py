@@ -41,7 +41,7 @@ from lightning_bigmodel.pipeline.schedules import (
     run_schedule,
     stages_of_rank,
 )
-from lightning_bigmodel.pipeline.stage import MicrobatchStage, MicrobatchTask, StageModule
+from lightning_bigmodel.pipeline.stage import MicrobatchStage, MicrobatchTask, StageModule, loss_of
 from lightning_bigmodel.pipeline.step_log import LogEntry, StepLog, combine_logs
 from lightning_bigmodel.pipeline.step_state import StepState
 from lightning_bigmodel.pipeline.tree import detached, map_tensors
@@ -300,10 +300,11 @@ class PipelineEngine:
         log.weight = weights[0]
         with _replaced_log(self.root, log, self.metrics):
             result = step(batch)
+            log.note_loss(loss_of(result))
         own = self._logged(log if counts else None)
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
-        logs = combine_logs([payload.logs for payload in payloads])
+        logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
         return StepOutcome(result, None, weight, logs, self._metric_values(payloads))
 
     def _set_tasks(
@@ -316,20 +317,30 @@ class PipelineEngine:
             for index, microbatch in enumerate(microbatches):
                 # One data rank's stages share the stream of code outside of units; units draw from a stream of their own.
                 seeds = (self._seed, self.num_steps, index, self.mesh.data_rank)
-                call = self._call(step, microbatch, weights[index], log, keeps_state=stage.is_last)
+                call = self._call(
+                    step,
+                    microbatch,
+                    weights[index],
+                    log,
+                    keeps_state=stage.is_last,
+                    returns_loss=kind == "train" and stage.is_last,
+                )
                 plan = plans[index][stage.stage_index]
                 shared, own = derive_seed(*seeds), derive_seed(*seeds, 1 + stage.stage_index)
                 tasks.append(MicrobatchTask(call, plan, shares[index], shared, own))
             stage.tasks = tasks
 
     def _call(
-        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, keeps_state: bool
+        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, keeps_state: bool, returns_loss: bool
     ) -> Callable[[], Any]:
         def call() -> Any:
             log.weight, log.num_samples = weight, batch_size(microbatch) or 1
             state = None if keeps_state else StepState(self.root, self._ignored)
             try:
-                return step(microbatch)
+                result = step(microbatch)
+                if returns_loss:
+                    log.note_loss(loss_of(result))
+                return result
             finally:
                 if state is not None:
                     state.restore()
@@ -376,7 +387,7 @@ class PipelineEngine:
         if last.pipe_rank != self.mesh.pipe_rank:
             before.apply(last.changes)
         result = map_tensors(lambda tensor: tensor.to(self.device), last.result)
-        logs = combine_logs([payload.logs for payload in payloads])
+        logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
         return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads))
 
     def _metric_values(self, payloads: list[_Payload]) -> dict[str, Any]:

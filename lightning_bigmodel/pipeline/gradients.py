@@ -27,6 +27,7 @@ class GradientWindow:
         trained: Parameters the loss depends on, by id; None if unknown. Only these get zeros where a rank has no gradient.
         data_group: The data ranks.
         sum_tensors: Sums a list of tensors over a group, in place.
+        divides: False leaves the plain sum, for losses that are sums over samples.
 
     Communication a window: the gradients of tied parameters within their owners; with several data ranks, one small
     all-reduce and all gradients once.
@@ -40,10 +41,13 @@ class GradientWindow:
         trained: Collection[int] | None,
         data_group: dist.ProcessGroup | None,
         sum_tensors: SumTensors,
+        *,
+        divides: bool = True,
     ) -> None:
         self._parameters, self._shared, self._groups = parameters, shared, shared_groups
         self._trained, self._data_group, self._sum = trained, data_group, sum_tensors
         self._data_size = dist.get_world_size(data_group)
+        self._divides = divides
         self._reference: float | None = None
         self._total = 0.0
         self._dirty = False
@@ -76,7 +80,7 @@ class GradientWindow:
         parameters = list(self._parameters)
         if self._data_size > 1:
             parameters, total = self._agree(parameters, total)
-        if total:
+        if total and self._divides:
             factor = reference / total
             gradients = [p.grad for p in parameters if p.grad is not None]
             if factor != 1.0 and gradients:

@@ -111,6 +111,13 @@ class ParameterShare:
         """Names of the buffers whose true value is here."""
         return [name for name, _ in self.module.named_buffers() if self._buffer_owners.get(name, 0) == self._rank]
 
+    def owns_state_of(self, module_name: str) -> bool:
+        """Whether what the named module keeps besides tensors (its extra state) is true here."""
+        prefix = module_name
+        inside = [rank for name, rank in self._buffer_owners.items() if name.startswith(prefix)]
+        parameters = [self._owners.get(key, (0,))[0] for key, name in self.names.items() if name.startswith(prefix)]
+        return self._rank == (parameters or inside or [0])[0]
+
     def release(self) -> None:
         """Give up the memory of parameters of other ranks."""
         for parameter in self.module.parameters():

@@ -20,7 +20,7 @@ from lightning_bigmodel.pipeline.tree import map_tensors, structure
 
 __all__ = ["Planner"]
 
-_MAX_PLANS = 256
+_MAX_PLANS = 32
 
 
 @dataclass

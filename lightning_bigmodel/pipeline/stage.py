@@ -347,7 +347,7 @@ def loss_of(result: Any) -> Tensor | None:
             f"`training_step` returned {type(result).__name__} without a scalar loss tensor. Return the loss, a dict with the "
             'loss under "loss", or None to skip the batch.'
         )
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def _sum_or_zeros(like: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:

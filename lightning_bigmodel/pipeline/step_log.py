@@ -32,6 +32,7 @@ class LogEntry:
         weights: Weight of each value in a mean.
         batch_sizes: Samples behind each value.
         metric: Module name of a logged torchmetrics object.
+        is_loss: Whether the value logged is the loss the step returned.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LogEntry:
     weights: list[float] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     metric: str | None = None
+    is_loss: bool = False
 
     @property
     def reduction(self) -> str:
@@ -60,6 +62,7 @@ class StepLog:
         self.entries: dict[str, LogEntry] = {}
         self.weight = 1.0
         self.num_samples = 1
+        self._last_values: dict[str, Any] = {}
         self._root = root
         self._metric_names: dict[int, str] | None = None
 
@@ -89,16 +92,24 @@ class StepLog:
             raise ValueError(
                 f"`self.log({name!r}, ...)` was given a tensor of shape {tuple(tensor.shape)}; log a single value."
             )
+        self._last_values[name] = value
         entry.values.append(tensor.reshape(()).cpu())
         entry.weights.append(float(batch_size) if batch_size is not None else self.weight)
         entry.batch_sizes.append(int(batch_size) if batch_size is not None else self.num_samples)
 
+    def note_loss(self, loss: Tensor | None) -> None:
+        """Tell which of the values just logged is the step's loss."""
+        for name, value in self._last_values.items():
+            if loss is not None and value is loss:
+                self.entries[name].is_loss = True
+        self._last_values.clear()
 
-def combine_logs(parts: Sequence[Sequence[LogEntry]]) -> list[tuple[LogEntry, Tensor | None, int]]:
+
+def combine_logs(parts: Sequence[Sequence[LogEntry]], *, losses_are_sums: bool = False) -> list[tuple[LogEntry, Tensor | None, int]]:
     """Combine the entries of several ranks, in order.
 
     Means are weighted by `batch_size` where the user gave it, else by the micro-batch weights; `reduce_fx="sum"`, `"max"` and
-    `"min"` apply to the micro-batches too.
+    `"min"` apply to the micro-batches too. With `losses_are_sums`, a logged loss is summed as the loss itself is.
 
     Returns:
         (entry, value, batch size) for each name; the value is None for a metric object.
@@ -107,16 +118,19 @@ def combine_logs(parts: Sequence[Sequence[LogEntry]]) -> list[tuple[LogEntry, Te
     for entry in (entry for part in parts for entry in part):
         known = merged.setdefault(entry.name, LogEntry(entry.name, entry.options, metric=entry.metric))
         known.values += entry.values
+        known.is_loss = known.is_loss or entry.is_loss
         known.weights += entry.weights
         known.batch_sizes += entry.batch_sizes
     return [
-        (entry, None if entry.metric is not None else _reduced(entry), sum(entry.batch_sizes))
+        (entry, None if entry.metric is not None else _reduced(entry, losses_are_sums), sum(entry.batch_sizes))
         for entry in merged.values()
         if entry.metric is not None or entry.values
     ]
 
 
-def _reduced(entry: LogEntry) -> Tensor:
+def _reduced(entry: LogEntry, losses_are_sums: bool) -> Tensor:
+    if entry.is_loss and losses_are_sums and entry.reduction == "mean":
+        return torch.stack(entry.values).sum(0)
     reducer = _REDUCERS.get(entry.reduction)
     if reducer is not None:
         return reducer(torch.stack(entry.values))

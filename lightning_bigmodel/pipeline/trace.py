@@ -26,6 +26,7 @@ from lightning_bigmodel.pipeline.tree import leaves, map_leaves, tensor_leaves
 __all__ = ["LeafSpec", "StepTrace", "TraceError", "UnitCall", "call_order", "trace_step"]
 
 _SMALL_BUFFER_ELEMENTS = 1 << 20
+_MAX_DEPTH = 3  # of containers in attributes whose changes are undone
 
 
 class TraceError(RuntimeError):
@@ -126,13 +127,25 @@ class StepTrace:
         return replace(self, units=tuple(replace(call, output=map_leaves(resize, call.output)) for call in self.units))
 
 
+def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The list, dict or set `value` is, and those inside it."""
+    if isinstance(value, (list, dict, set)):
+        yield value
+        if depth < _MAX_DEPTH and not isinstance(value, set):
+            for inner in value.values() if isinstance(value, dict) else value:
+                yield from _containers(inner, depth + 1)
+
+
 @contextmanager
 def _untouched(root: nn.Module) -> Iterator[None]:
     """Undo every change to module attributes, and to lists, dicts and sets held by them, made within."""
     attributes = [(module, dict(module.__dict__)) for module in root.modules()]
-    containers: list[tuple[Any, Any]] = []
-    for _, saved in attributes:
-        containers.extend((value, value.copy()) for value in saved.values() if isinstance(value, (list, dict, set)))
+    containers = [
+        (container, container.copy())
+        for _, saved in attributes
+        for value in saved.values()
+        for container in _containers(value)
+    ]
     state = capture_rng()
     try:
         yield

@@ -162,6 +162,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self._is_replaying = False
         self._blocks_sync = False
         self._shards_data = True
+        self._skipped_batch = self._hides_world_size = False
         self._failed = False
 
     def _microbatches_for(self, pipeline_size: int) -> int:
@@ -316,6 +317,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
             None if first_trace is None else first_trace.trained,
             self.mesh.data_group,
             all_reduce_sum,
+            divides=self._microbatch_weight != "sum",
         )
 
     @override
@@ -395,7 +397,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
                 outcome = self.engine.observe(batch, step, counts=counts)
                 self._replay(outcome)
                 if outcome.result is None:
-                    return None
+                    return self._skip_batch()
                 scale = self._scale(outcome.weight)
                 loss = scaled_backward(_loss(outcome.result), scale)
             else:
@@ -412,12 +414,33 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
                 outcome = outcomes[0]
                 self._replay(outcome)
                 if scheduled is None:
-                    return None
+                    return self._skip_batch()
                 scale_later.append(self._scale(outcome.weight))
                 loss = scheduled
         if isinstance(outcome.result, Mapping):
             return {**outcome.result, "loss": loss}
         return loss
+
+    def _skip_batch(self) -> None:
+        """No loss, as in one process: nothing is added to the gradients, but other data ranks may add theirs."""
+        assert self._window is not None
+        self._window.add(0.0)
+        self._skipped_batch = True
+
+    @override
+    def post_training_step(self) -> None:
+        # Lightning asks for the world size right after this hook, only to refuse a step without a loss on several ranks
+        # (its own strategies would wait for each other). Here all ranks of a pipeline skip together, and data ranks that
+        # skip still take part in the sum.
+        self._hides_world_size, self._skipped_batch = self._skipped_batch, False
+
+    @property
+    @override
+    def world_size(self) -> int:
+        if self._hides_world_size:
+            self._hides_world_size = False
+            return 1
+        return super().world_size
 
     def _scale(self, weight: float) -> Callable[[Tensor], Tensor | float]:
         """How the incoming gradient of a batch's loss scales its gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from lightning_bigmodel.checkpoint import (
     optimizer_state_by_name,
     save_sharded,
 )
+from lightning_bigmodel.mesh import AXES
 
 if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.ownership import ParameterShare
@@ -52,11 +54,15 @@ class CheckpointMixin:
         persistent = set(share.module.state_dict(keep_vars=True))
         names = {share.names[id(parameter)] for parameter in share.owned}
         names |= {name for name in share.owned_buffers() if name in persistent}
+        names |= {name for name in persistent if name.endswith(_EXTRA_STATE) and share.owns_state_of(name[: -len(_EXTRA_STATE)])}
         return names
 
     def _parameter_names(self: Any) -> dict[int, str]:
         names: dict[int, str] = self._held().names
         return names
+
+    def _layout_sizes(self: Any) -> dict[str, int]:
+        return dict(zip(AXES, self.mesh.layout.shape, strict=True))
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
         """This rank's part of the module's state."""
@@ -86,7 +92,6 @@ class CheckpointMixin:
         rest = dict(checkpoint)
         model_state = rest.pop("state_dict")
         optimizer_states = rest.pop("optimizer_states", None)
-        layout = dict(zip(("pipe", "data_replicate", "data_shard", "tensor"), strategy.mesh.layout.shape, strict=True))
         with strategy._phase("saving a checkpoint"):
             save_sharded(
                 path,
@@ -96,7 +101,7 @@ class CheckpointMixin:
                 rank_state={
                     "num_steps": strategy._num_steps if strategy._engine is None else strategy._engine.num_steps
                 },
-                layout=layout,
+                layout=strategy._layout_sizes(),
             )
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -111,6 +116,7 @@ class CheckpointMixin:
                 path,
                 model_names=strategy._owned_names(),
                 optimizer_names=[names[id(parameter)] for parameter in strategy._held().owned],
+                layout=strategy._layout_sizes(),
                 weights_only=bool(weights_only),
             )
         if loaded.rank_state is not None:
@@ -124,7 +130,7 @@ class CheckpointMixin:
 
     def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Copy the owned values into the module."""
-        tensors = dict(checkpoint["state_dict"])
+        tensors: Mapping[str, Any] = checkpoint["state_dict"]
         owned = self._owned_names()
         if not checkpoint.get(_IS_SHARDED):
             known = set(self.lightning_module.state_dict(keep_vars=True))
@@ -136,7 +142,10 @@ class CheckpointMixin:
                 )
             owned = {name for name in owned if name in tensors} if not strict else owned
             kept = model_state_by_name(self.lightning_module, owned)
-            tensors = {name: tensors[name] for name in kept if name in tensors}
+            versions = getattr(tensors, "_metadata", None)
+            tensors = OrderedDict((name, tensors[name]) for name in kept if name in tensors)
+            if versions is not None:
+                tensors._metadata = versions  # type: ignore[attr-defined]  # as torch's state dicts carry it
         load_model_state(self.lightning_module, tensors, owned)
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -154,4 +163,5 @@ class CheckpointMixin:
             optimizer.load_state_dict({**saved, "state": {k: v for k, v in saved["state"].items() if k in mine}})
 
 
+_EXTRA_STATE = "_extra_state"
 _IS_SHARDED = "lightning_bigmodel_sharded"

@@ -207,7 +207,7 @@ def pipeline(**options: Any) -> BigModelStrategy:
 
 def weights(module: nn.Module) -> dict[str, Any]:
     """Parameters as arrays."""
-    return {name: parameter.detach().numpy().copy() for name, parameter in module.named_parameters()}
+    return {name: parameter.detach().double().numpy().copy() for name, parameter in module.named_parameters()}
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:

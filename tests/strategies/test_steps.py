@@ -1,0 +1,354 @@
+"""Steps as people write them: None, dicts, shapes that change, random numbers, values that bypass the chain."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_bigmodel.testing import RanksFailedError, TinyChain, run_ranks
+from tests.strategies.test_trainer import assert_same_weights
+from tests.strategies.trainer_modules import Classifier, loader, numbers, pad, pipeline, trainer, weights
+
+
+def run(module: Any, strategy: Any, devices: int, batches: Any, **options: Any) -> dict[str, Any]:
+    """Fit and tell."""
+    val = options.pop("val", None)
+    trainer_ = trainer(strategy, devices, num_sanity_val_steps=0, **options)
+    trainer_.fit(module, batches, val)
+    return {"weights": weights(module), "metrics": numbers(trainer_.callback_metrics)}
+
+
+def rows(module: Any, batch_size: int = 8, num_samples: int = 24) -> Any:
+    """Batches of a tiny module."""
+    return DataLoader(module.dataset(num_samples), batch_size=batch_size)
+
+
+def _run(module_class: Any, strategy: dict[str, Any], options: dict[str, Any], batch_size: int = 8) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = module_class()
+    world_size = torch.distributed.get_world_size()
+    return run(module, pipeline(**strategy), world_size, rows(module, batch_size), **options)
+
+
+def compare(module_class: Any, world_size: int = 2, strategy: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+    """A module under a pipeline against one process; returns the ranks' results."""
+    torch.manual_seed(0)
+    module = module_class()
+    expected = run(module, "auto", 1, rows(module), **options)
+    batch_size = 8 // max(1, world_size // 2)
+    results = run_ranks(_run, world_size, module_class, strategy or {}, options, batch_size)
+    for result in results:
+        assert_same_weights(result["weights"], expected["weights"])
+        assert result["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
+    return [expected, *results]
+
+
+class ReturnsNone(TinyChain):
+    """Skips every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return None if batch_idx % 2 else loss
+
+
+class KeepsThings(TinyChain):
+    """A counter before the blocks, a list and a dict after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {"num_samples": 0, "losses": []}
+        self.num_calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_calls += 1
+        self.kept["num_samples"] += len(batch[0])
+        loss = self.loss(batch)
+        self.kept["losses"].append(loss.detach())
+        return loss
+
+
+class LogsEverywhere(TinyChain):
+    """Values of the first stage, of between the blocks and of the last stage; sums and maxima."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        self.log("input_mean", inputs.mean())
+        self.log("largest", inputs.max(), reduce_fx="max")
+        hidden = inputs
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            self.log(f"norm_{index}", hidden.square().mean())
+        self.log("rows", float(len(inputs)), reduce_fx="sum")
+        loss = nn.functional.mse_loss(hidden, targets)
+        self.log("train_loss", loss)
+        return {"loss": loss, "hidden": hidden}
+
+
+class Mixup(TinyChain):
+    """Draws numbers before the blocks that the loss needs again: stages must draw the same ones."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        share = float(np.random.beta(0.5, 0.5))
+        order = torch.randperm(len(inputs))
+        mixed = share * inputs + (1 - share) * inputs[order]
+        output = self.blocks(mixed)
+        loss = share * nn.functional.mse_loss(output, targets)
+        loss = loss + (1 - share) * nn.functional.mse_loss(output, targets[order])
+        self.log("same_input", (mixed - self._first_mixed(mixed)).abs().max())
+        self.log("train_loss", loss)
+        return loss
+
+    def _first_mixed(self, mixed: Any) -> Any:
+        return mixed
+
+
+class InPlace(TinyChain):
+    """Edits a block's output in place between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, inputs: Any) -> Any:
+        hidden = inputs
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden += 0.1
+            hidden.mul_(0.9)
+        return hidden
+
+
+class Frozen(TinyChain):
+    """The first two blocks take no gradient: nothing flows back over the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in list(self.blocks)[:2]:
+            block.requires_grad_(False)
+
+
+class LooseParameters(TinyChain):
+    """Parameters of the module itself, used before, between and after the blocks; one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(8))
+        self.between = nn.Parameter(torch.ones(8))
+        self.twice = nn.Parameter(torch.ones(8))
+
+    def forward(self, inputs: Any) -> Any:
+        hidden = self.blocks[0](inputs * self.before * self.twice)
+        hidden = self.blocks[2](self.blocks[1](hidden) * self.between)
+        return self.blocks[3](hidden) * self.twice
+
+
+class Unused(TinyChain):
+    """A layer no step calls, as modules with several heads have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
+class FunctionalHead(TinyChain):
+    """Uses a block's weight outside of the block, at the other end of the model."""
+
+    def forward(self, inputs: Any) -> Any:
+        return nn.functional.linear(self.blocks(inputs), self.blocks[0].linear.weight)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize(
+    "module_class", [LogsEverywhere, InPlace, Frozen, LooseParameters, Unused, FunctionalHead, ReturnsNone]
+)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_habits_of_real_steps(module_class: Any, schedule: str) -> None:
+    """Each of these gave a wrong gradient, metric or crash in a naive pipeline."""
+    compare(module_class, strategy={"schedule": schedule})
+
+
+@pytest.mark.parametrize("module_class", [LogsEverywhere, LooseParameters, FunctionalHead])
+def test_habits_of_real_steps_with_replicas(module_class: Any) -> None:
+    """The same over two replicas of two stages."""
+    compare(module_class, world_size=4)
+
+
+def _keeps(schedule: str) -> dict[str, Any]:
+    module = KeepsThings()
+    run(module, pipeline(schedule=schedule), 2, rows(module))
+    return {"kept": module.kept, "num_calls": module.num_calls}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_attributes_a_step_writes_are_equal_on_every_rank(schedule: str) -> None:
+    """A list that only the last stage fills, a counter that every stage advances."""
+    for result in run_ranks(_keeps, 2, schedule):
+        assert result["kept"]["num_samples"] == 24
+        assert len(result["kept"]["losses"]) == 3 * 4  # one a micro-batch
+        assert result["num_calls"] == 3 * 4
+
+
+def _mixup(schedule: str) -> dict[str, Any]:
+    module = Mixup()
+    torch.manual_seed(torch.distributed.get_rank())  # ranks whose own streams have drifted apart
+    return run(module, pipeline(schedule=schedule, num_microbatches=4), 2, rows(module))
+
+
+def test_random_numbers_outside_of_blocks_agree_on_all_stages() -> None:
+    """Inputs mixed with one permutation and targets with another."""
+    first, second = run_ranks(_mixup, 2, "1F1B")
+    assert_same_weights(first["weights"], second["weights"])
+    assert first["metrics"] == second["metrics"]
+
+
+class Shapes(IterableDataset[Any]):
+    """Batches of ever new sizes."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        for index in range(self.num_batches):
+            length, size = 3 + index % 53, 2 + index % 7
+            tokens = torch.randint(1, 20, (size, length), generator=generator)
+            label = torch.randint(0, 5, (size,), generator=generator)
+            yield pad([{"tokens": t, "label": y, "index": index} for t, y in zip(tokens, label, strict=True)])
+
+
+def _many_shapes(num_batches: int) -> dict[str, Any]:
+    from lightning.pytorch import Callback
+
+    held: list[int] = []
+
+    class Measure(Callback):
+        def on_train_batch_end(self, trainer_: Trainer, *args: Any) -> None:
+            held.append(tracemalloc.get_traced_memory()[0])
+
+    module = Classifier()
+    strategy = pipeline()
+    tracemalloc.start()
+    run(module, strategy, 2, DataLoader(Shapes(num_batches), batch_size=None), callbacks=[Measure()], val=loader(8, 4))
+    tracemalloc.stop()
+    return {"weights": weights(module), "held": held}
+
+
+def test_fifty_new_shapes_leave_memory_flat() -> None:
+    """A buffer or a trace kept for every shape that ever came along."""
+    module = Classifier()
+    expected = run(module, "auto", 1, DataLoader(Shapes(106), batch_size=None), val=loader(8, 4))
+    for result in run_ranks(_many_shapes, 2, 106):
+        assert_same_weights(result["weights"], expected["weights"])
+        early, late = result["held"][52], result["held"][104]
+        assert late - early < 300_000, (early, late)
+
+
+class Ranks(IterableDataset[Any]):
+    """Three batches on one data rank, five on the other."""
+
+    def __iter__(self) -> Any:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        generator = torch.Generator().manual_seed(rank % 2)
+        for _ in range(3 if rank % 2 == 0 else 5):
+            yield torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
+
+
+def _dry(accumulate: int) -> dict[str, Any]:
+    module = TinyChain()
+    trainer_ = trainer(pipeline(), 4, accumulate_grad_batches=accumulate)
+    trainer_.fit(module, DataLoader(Ranks(), batch_size=None))
+    return {"weights": weights(module), "global_step": trainer_.global_step}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_data_ranks_that_run_dry_stop_together(accumulate: int) -> None:
+    """The longer one would wait for the others at the epoch's end."""
+    results = run_ranks(_dry, 4, accumulate, timeout_seconds=90)
+    for result in results:
+        assert result["global_step"] == -(-3 // accumulate)
+        for name, value in results[0]["weights"].items():
+            assert (result["weights"][name] == value).all(), name
+
+
+class Ones(TinyChain):
+    """A constant gradient of one a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.blocks(torch.zeros_like(batch[0]))
+        return (self.blocks[3].linear.bias.sum() + 0.0 * output.sum()) * batch[1].mean() / batch[1].mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.blocks[3].linear.bias.grad
+        self.seen.append(float("nan") if gradient is None else float(gradient.mean()))
+
+
+def _ones(num_samples: int, accumulate: int) -> list[float]:
+    module = Ones()
+    run(module, pipeline(num_microbatches=2), 2, rows(module, 1, num_samples), accumulate_grad_batches=accumulate)
+    return module.seen
+
+
+def test_a_short_last_window_counts_by_its_samples() -> None:
+    """Divided by the full window, the last update of an epoch is too small."""
+    assert run_ranks(_ones, 2, 6, 4)[1] == [1.0, 1.0]
+
+
+class Summed(TinyChain):
+    """A loss that is a sum over samples."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self(inputs), targets, reduction="sum") / 8
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_sum_losses_have_their_own_weight(schedule: str) -> None:
+    """A sum averaged over micro-batches trains with a fraction of its gradient."""
+    compare(Summed, strategy={"microbatch_weight": "sum", "schedule": schedule})
+    if schedule == "1F1B":
+        compare(Summed, world_size=4, strategy={"microbatch_weight": "sum"})
+
+
+def _precision(precision: Any) -> dict[str, Any]:
+    module = Classifier()
+    run(module, pipeline(), 2, loader(16, 8), precision=precision, val=loader(8, 4))
+    return {"losses": module.losses}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precision_reaches_every_stage(precision: Any) -> None:
+    """Autocast around the step that has no effect inside of stages."""
+    module = Classifier()
+    run(module, "auto", 1, loader(16, 8), precision=precision, val=loader(8, 4))
+    for result in run_ranks(_precision, 2, precision):
+        assert result["losses"] == pytest.approx(module.losses, rel=5e-3 if "16" in precision else 1e-9)
+        assert len(result["losses"]) == 2
+
+
+def _lbfgs() -> None:
+    class Second(TinyChain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    module = Second()
+    run(module, pipeline(), 2, rows(module))
+
+
+def test_lbfgs_is_refused() -> None:
+    """It would call the schedule several times a step."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_lbfgs, 2)
+    assert all("LBFGS" in text for text in caught.value.failures.values())
+    assert len(caught.value.failures) == 2
