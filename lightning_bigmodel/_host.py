@@ -1,7 +1,7 @@
 """The only place that touches private or moving API of torch and Lightning.
 
-Each entry says what it stands for and for which versions it was checked. Lightning is imported inside functions only, so
-that the plain-torch packages can use this module.
+Each entry says what it stands for and for which versions it was checked. Lightning is imported inside functions only,
+so that the plain-torch packages can use this module.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def default_store() -> Any:
 def mark_schedule_initialized(schedule: Any) -> None:
     """Tell a schedule that its stages need no metadata exchange and no warm-up.
 
-    Our stages know every shape beforehand. The flags are private: `_stage_initialized` / `_stages_initialized` up to torch
-    2.12, `_stage_forward_initialized` ... from 2.13 on. Setting one that a version does not read is harmless.
+    Our stages know every shape beforehand. The flags are private: `_stage_initialized` / `_stages_initialized` up to
+    torch 2.12, `_stage_forward_initialized` ... from 2.13 on. Setting one that a version does not read is harmless.
     """
     for flag in (
         "_stage_initialized",
@@ -56,14 +56,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-# -- Lightning (2.6) -----------------------------------------------------------------------------------------------------
+# -- Lightning (2.6) ---------------------------------------------------------------------------------------------------
 
 
 def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | None) -> None:
     """Start torch.distributed for a strategy, as Lightning's own strategies do.
 
-    On CUDA the default takes gloo along: batches and Python objects are exchanged as CPU tensors.
-    Theirs also go back to the seed of `seed_everything`; then a shuffled loader would give another order than in one process.
+    Theirs also go back to the seed of `seed_everything`; then a shuffled loader would give another order than in one
+    process. On CUDA the default takes gloo along: batches and Python objects are exchanged as CPU tensors.
     """
     from lightning.fabric.utilities.distributed import (
         _get_default_process_group_backend_for_device,
@@ -174,8 +174,8 @@ def silence_sync_advice(name: str) -> None:
     from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 
     warning_cache.add(
-        f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level in distributed setting"
-        " to accumulate the metric across devices."
+        f"It is recommended to use `self.log({name!r}, ..., sync_dist=True)` when logging on epoch level in "
+        "distributed setting to accumulate the metric across devices."
     )
 
 

@@ -132,9 +132,7 @@ def measure_rank(settings: Settings, schedule: str) -> dict[str, Any]:
     torch.manual_seed(0)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    model = ByteGPT(
-        width=settings.width, num_blocks=settings.num_blocks, context=settings.context, learning_rate=1e-4
-    )
+    model = ByteGPT(width=settings.width, num_blocks=settings.num_blocks, context=settings.context, learning_rate=1e-4)
     by_hand = copy.deepcopy(model)
     rows = torch.randint(0, 256, (8 * settings.batch_size, settings.context + 1))
     loader = DataLoader(TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()), settings.batch_size)

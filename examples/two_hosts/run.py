@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,10 +46,29 @@ def _check_can_run() -> None:
         raise RuntimeError("Network namespaces can only be made by root. Run this as root, or with `sudo`.")
 
 
+def _remove(name: str) -> None:
+    """Ends what runs in a namespace and removes it; the cable goes with it."""
+    with contextlib.suppress(RuntimeError):  # where it does not exist (yet)
+        for pid in _ip("netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _ip("netns", "delete", name)
+
+
+def _remove_left_behind() -> None:
+    """Removes the namespaces of runs that were killed outright, as SIGKILL does."""
+    names = [entry["name"] for entry in json.loads(_ip("-json", "netns", "list") or "[]")]
+    for name in names:
+        match = re.fullmatch(r"bigmodel-(\d+)-[ab]", name)
+        if match and not Path("/proc", match[1]).exists():
+            _remove(name)
+
+
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
     """Makes two namespaces joined by a cable; yields their names. Ends whatever runs in them afterwards."""
     _check_can_run()
+    _remove_left_behind()
     names = (f"bigmodel-{os.getpid()}-a", f"bigmodel-{os.getpid()}-b")
     try:
         for name in names:
@@ -61,13 +81,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         yield names
     finally:
         for name in names:
-            # The cable goes with its namespace, but the namespace stays as long as a process is in it.
-            with contextlib.suppress(RuntimeError):
-                for pid in _ip("netns", "pids", name).split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-            with contextlib.suppress(RuntimeError):
-                _ip("netns", "delete", name)
+            _remove(name)
 
 
 def _sent_bytes(name: str) -> int:
@@ -83,9 +97,7 @@ def _launch(name: str, node_rank: int, ranks_per_host: int, output: Path) -> sub
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # these hosts have no names, of which torch would warn
     # A session of its own, so that Ctrl-C reaches this script alone, which then ends all.
-    return subprocess.Popen(
-        ["ip", "netns", "exec", name, *torchrun, *train], env=environment, start_new_session=True
-    )
+    return subprocess.Popen(["ip", "netns", "exec", name, *torchrun, *train], env=environment, start_new_session=True)
 
 
 def _wait(hosts: list[subprocess.Popen[bytes]], timeout_seconds: float) -> None:

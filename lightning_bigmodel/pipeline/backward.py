@@ -1,8 +1,8 @@
 """Backward of one stage on one micro-batch: whole, or split into its input half and its weight half.
 
-Zero-bubble schedules (arXiv 2401.10241) send the gradients of a stage's inputs on before computing those of its weights.
-torch's own split counts a weight twice that several layers of a chain use (pytorch/pytorch#180952; a bias shared by
-attention layers is such a weight), so the split is made here, with public autograd API only.
+Zero-bubble schedules (arXiv 2401.10241) send the gradients of a stage's inputs on before computing those of its
+weights. torch's own split counts a weight twice that several layers of a chain use (pytorch/pytorch#180952; a bias
+shared by attention layers is such a weight), so the split is made here, with public autograd API only.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class SplitBackward:
     """The two halves of one backward.
 
     Nodes between the outputs and the inputs run in the first half, which keeps what arrives at those that also lead to
-    weights; the second half goes on from there. Weights that several such nodes lead to are computed together, with what
-    arrives at each node held fixed, so that nothing is counted twice.
+    weights; the second half goes on from there. Weights that several such nodes lead to are computed together, with
+    what arrives at each node held fixed, so that nothing is counted twice.
 
     Memory: the graph, until `weights` has run.
 

@@ -1,8 +1,8 @@
 """Find where a model may be cut: its chain of blocks, and the modules around it.
 
-A *unit* is an outermost module that computes as a whole on one stage: a block, or an outer module such as an embedding, a
-final norm or a head. Units are found in the module tree and in the order of calls of one traced step; the model is not
-asked to be an `nn.Sequential`. Stages begin at blocks only.
+A *unit* is an outermost module that computes as a whole on one stage: a block, or an outer module such as an embedding,
+a final norm or a head. Units are found in the module tree and in the order of calls of one traced step; the model is
+not asked to be an `nn.Sequential`. Stages begin at blocks only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ __all__ = ["UnitTree", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HOW_TO_NAME = (
-    "Name the modules where the model may be cut, in `blocks=[...]`, by module name or pattern as `named_modules()` prints "
-    'them: for example `blocks=["model.layers.*"]`. Each must be called exactly once in a step, through `module(...)`.'
+    "Name the modules where the model may be cut, in `blocks=[...]`, by module name or pattern as `named_modules()` "
+    'prints them: for example `blocks=["model.layers.*"]`. Each must be called exactly once in a step, through '
+    "`module(...)`."
 )
 
 
@@ -85,8 +86,8 @@ def _chains(root: nn.Module, calls: Counter[nn.Module], *, strong: bool) -> list
         if strong and is_container and _is_strong_chain(module, calls):
             found.append(module)
         elif strong and not is_container and _is_strong_chain(module, calls):
-            # Blocks given as attributes (block1, block2, ...): a chain only where no deeper level repeats blocks, else an
-            # encoder and a decoder of one class would pass for two blocks.
+            # Blocks given as attributes (block1, block2, ...): a chain only where no deeper level repeats blocks, else
+            # an encoder and a decoder of one class would pass for two blocks.
             deeper = [chain for child in module.children() for chain in _chains(child, calls, strong=True)]
             if deeper:
                 for child in module.children():
@@ -173,8 +174,8 @@ def find_units(
         num_stages: How many stages are wanted; a chain too coarse for it is searched for finer blocks.
 
     Raises:
-        ValueError: Where no chain is found, a name matches nothing, a block is called more than once in a step, or there
-            are fewer blocks than stages.
+        ValueError: Where no chain is found, a name matches nothing, a block is called more than once in a step, or
+            there are fewer blocks than stages.
     """
     calls = Counter(call_order)
     names = {module: name for name, module in root.named_modules()}
@@ -194,9 +195,10 @@ def find_units(
         if num_stages > 1 and len(chosen) < 2:
             top = [f"{name} ({type(module).__name__})" for name, module in root.named_children()]
             raise ValueError(
-                '`blocks="auto"` found no chain of blocks to cut this model at. Looked for: an nn.ModuleList, nn.Sequential '
-                "or nn.ModuleDict (or a module with several children of one class) whose children are called one after "
-                f"another and hold parameters, at any depth below {', '.join(top) or 'the module'}. {_HOW_TO_NAME}"
+                '`blocks="auto"` found no chain of blocks to cut this model at. Looked for: an nn.ModuleList, '
+                "nn.Sequential or nn.ModuleDict (or a module with several children of one class) whose children are "
+                f"called one after another and hold parameters, at any depth below {', '.join(top) or 'the module'}. "
+                f"{_HOW_TO_NAME}"
             )
     else:
         chosen = _named_blocks(root, [blocks] if isinstance(blocks, str) else blocks, calls)
@@ -205,14 +207,14 @@ def find_units(
     for block in chosen:
         if calls[block] > 1:
             raise ValueError(
-                f"The block `{names[block]}` ({type(block).__name__}) is called {calls[block]} times in one step. A block "
-                "must be called exactly once to be cut at: its output would have to be on two stages at once. "
+                f"The block `{names[block]}` ({type(block).__name__}) is called {calls[block]} times in one step. A "
+                "block must be called exactly once to be cut at: its output would have to be on two stages at once. "
                 + _HOW_TO_NAME
             )
     if len(chosen) < num_stages:
         raise ValueError(
-            f"This layout needs {num_stages} pipeline stages, but the model has only {len(chosen)} blocks to begin a stage "
-            f"with ({', '.join(names[block] for block in chosen) or 'none'}). Lower `pipeline_parallel_size`, choose a "
-            f"schedule with fewer stages a rank, or name finer blocks. {_HOW_TO_NAME}"
+            f"This layout needs {num_stages} pipeline stages, but the model has only {len(chosen)} blocks to begin a "
+            f"stage with ({', '.join(names[block] for block in chosen) or 'none'}). Lower `pipeline_parallel_size`, "
+            f"choose a schedule with fewer stages a rank, or name finer blocks. {_HOW_TO_NAME}"
         )
     return UnitTree(tuple(chosen), tuple(_outer_units(root, set(chosen), calls)), names)

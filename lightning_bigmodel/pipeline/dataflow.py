@@ -1,7 +1,8 @@
 """Which later code consumes what a unit produced: dataflow of one step, tracked at operator level.
 
-Every tensor carries tags saying which unit's output it derives from. Between units, tags spread from operands to results;
-a unit's outputs get a fresh tag each. The positions at which a tag is consumed say how far the value must travel.
+Every tensor carries tags saying which unit's output it derives from. Between units, tags spread from operands to
+results; a unit's outputs get a fresh tag each. The positions at which a tag is consumed say how far the value must
+travel.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from lightning_bigmodel.pipeline.tree import leaves, map_tensors, tensor_leaves
 
 __all__ = ["Dataflow", "FlowRecord", "Tag"]
 
-# ("out", unit, leaf) a unit's output; ("in", unit, 0) a value inside a unit; ("param", id, 0) a parameter used outside its
-# unit; ("random", n, 0) the result of a random operator between units.
+# ("out", unit, leaf) a unit's output; ("in", unit, 0) a value inside a unit; ("param", id, 0) a parameter used outside
+# its unit; ("random", n, 0) the result of a random operator between units.
 Tag = tuple[str, int, int]
 
 _SIZED_BY_DATA = {
@@ -148,7 +149,7 @@ class Dataflow(TorchDispatchMode):
                 if not operands[0].dtype.is_floating_point and operands[0].dtype != torch.bool:
                     self._sized_by_data()
                 return func(*args, **kwargs)
-            # The value of an intermediate is unknown here; a number that is neither zero nor special keeps user code going.
+            # An intermediate's value is unknown here; a number that is neither zero nor special keeps user code going.
             return False if operands[0].dtype == torch.bool else 1.0 if operands[0].dtype.is_floating_point else 1
         if fake and name == "aten::index":
             args = (args[0], self._concrete_masks(args[1]), *args[2:])

@@ -3,8 +3,8 @@
 This is the plain-torch heart of the strategy:
 
     plan:  trace the step on one micro-batch -> units -> cut -> owners of parameters
-    step:  split the batch -> run the schedule (each stage runs the user's whole step, gated) -> gather logs, outputs and
-           attribute changes over the pipeline -> one loss tensor, one autograd node
+    step:  split the batch -> run the schedule (each stage runs the user's whole step, gated) -> gather logs, outputs
+           and attribute changes over the pipeline -> one loss tensor, one autograd node
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class PipelineEngine:
 
     def install(self) -> None:
         """Give up the parameters of other ranks, gate the units and build this rank's stages."""
-        assert self.share is not None and self.planner.ownership is not None, "`partition` comes first"
+        assert self.share is not None, "`partition` comes first"
+        assert self.planner.ownership is not None, "`partition` comes first"
         ownership = self.planner.ownership
         if self.num_stages > 1:
             self.share.release()
@@ -217,16 +218,18 @@ class PipelineEngine:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and self.num_microbatches > 1:
                 raise ValueError(
                     f"`{name}` ({type(module).__name__}) normalises by statistics of the whole batch, but "
-                    f"`num_microbatches={self.num_microbatches}` shows it one micro-batch at a time; its results would differ "
-                    "from one process. Use GroupNorm or LayerNorm, freeze it with `.eval()`, or set `num_microbatches=1` "
-                    "(with `schedule='GPipe'` in a pipeline)."
+                    f"`num_microbatches={self.num_microbatches}` shows it one micro-batch at a time; its results would "
+                    "differ from one process. Use GroupNorm or LayerNorm, freeze it with `.eval()`, or set "
+                    "`num_microbatches=1` (with `schedule='GPipe'` in a pipeline)."
                 )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def train(self, batch: Any, step: Step, *, counts: bool = True) -> StepOutcome:
-        """Run one training batch: forwards and backwards. Gradients accumulate in `parameter.grad` as the gradient of
-        the batch's loss (weighted mean over its micro-batches).
+        """Run one training batch: forwards and backwards.
+
+        Gradients accumulate in `parameter.grad` as the gradient of the batch's loss (weighted mean over its
+        micro-batches).
 
         Args:
             batch: This rank's batch, the same on all ranks of the pipeline.
@@ -293,7 +296,7 @@ class PipelineEngine:
         return self._outcome(self._exchange(own, self.mesh.model_group), before)
 
     def observe(self, batch: Any, step: Step, *, counts: bool = True) -> StepOutcome:
-        """Run one training batch without a schedule (one stage, one micro-batch): the graph stays for the host's backward."""
+        """Run one training batch without a schedule (one stage, one micro-batch), leaving the backward to the host."""
         log = StepLog(self.root)
         log.num_samples = batch_size(batch) or 1
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
@@ -315,7 +318,7 @@ class PipelineEngine:
         for stage in self._stages:
             tasks = []
             for index, microbatch in enumerate(microbatches):
-                # One data rank's stages share the stream of code outside of units; units draw from a stream of their own.
+                # The stages of one data rank share the stream of code outside of units; units draw from their own.
                 seeds = (self._seed, self.num_steps, index, self.mesh.data_rank)
                 call = self._call(
                     step,
@@ -403,9 +406,8 @@ class PipelineEngine:
         """Parameters of this rank that take gradients."""
         assert self.share is not None, "`partition` comes first"
         if self._owned is None:
-            self._owned = (
-                self.share.owned
-            )  # every step asks, and walking the module tree costs as much as a small layer
+            # Every step asks, and walking the module tree costs as much as a small layer.
+            self._owned = self.share.owned
         return [parameter for parameter in self._owned if parameter.requires_grad]
 
     def _untrained_names(self) -> set[str]:
@@ -433,6 +435,7 @@ class PipelineEngine:
                 f" and {len(lost) - 10} more" if len(lost) > 10 else ""
             )
             raise RuntimeError(
-                f"{shown} got no gradient in the pipeline, although in one process the loss depends on them. A value derived "
-                "from them reaches the loss on a way the cut cannot follow. Return such values from their block."
+                f"{shown} got no gradient in the pipeline, although in one process the loss depends on them. A value "
+                "derived from them reaches the loss on a way the cut cannot follow. Return such values from their "
+                "block."
             )

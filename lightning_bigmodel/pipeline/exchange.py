@@ -34,7 +34,7 @@ def _dumps(value: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes plain CPU tensors as their bytes. Each would otherwise be a `torch.save` archive: 0.1 ms and 300 bytes a number."""
+    """Writes plain CPU tensors as bytes; each would else be a `torch.save` archive: 0.1 ms and 300 bytes a number."""
 
     def reducer_override(self, value: Any) -> Any:
         is_plain = (

@@ -1,9 +1,10 @@
 """Let one rank run a user's whole step while only its own units compute.
 
-Each unit module gets a dynamic subclass that overrides `__call__`; nothing in the module tree is replaced, so names, types
-and state-dict keys stay. During a stage's forward a unit of an earlier stage hands on what was received (or a stand-in), a
-unit of this stage computes, and after this stage's last unit `StageBoundary` leaves the user's code with what must be sent.
-Outside of a stage's forward (and in backward, when recomputation calls a block again) a gated module is an ordinary one.
+Each unit module gets a dynamic subclass that overrides `__call__`; nothing in the module tree is replaced, so names,
+types and state-dict keys stay. During a stage's forward a unit of an earlier stage hands on what was received (or a
+stand-in), a unit of this stage computes, and after this stage's last unit `StageBoundary` leaves the user's code with
+what must be sent. Outside of a stage's forward (and in backward, when recomputation calls a block again) a gated module
+is an ordinary one.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class StagePlan:
 
 
 class _Identity(torch.autograd.Function):
-    """The same values as a tensor that is not a leaf: user code may edit it in place as it could edit a block's output."""
+    """The same values, not as a leaf: user code may edit them in place as it could edit a block's output."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -139,14 +140,14 @@ class StageRun:
             if not any(key[0] is module for key in self.plan.position_of):
                 return compute(*args, **kwargs)  # not a unit in this kind of step: every stage computes it itself
             raise RuntimeError(
-                f"{type(module).__name__} is called {nth + 1} times in this step, more often than when the step was traced. "
-                "A pipelined step must call its blocks in the same way for every micro-batch."
+                f"{type(module).__name__} is called {nth + 1} times in this step, more often than when the step was "
+                "traced. A pipelined step must call its blocks in the same way for every micro-batch."
             )
         self._counts[module] += 1
         if self.reached_end:
             raise RuntimeError(
-                f"The pipeline stage ended after `{self.plan.trace.units[self.plan.stop - 1].name}`, but the step went on: a "
-                "bare `except:` or a `finally: return` swallowed the signal. Catch `Exception` instead."
+                f"The pipeline stage ended after `{self.plan.trace.units[self.plan.stop - 1].name}`, but the step went "
+                "on: a bare `except:` or a `finally: return` swallowed the signal. Catch `Exception` instead."
             )
         if position < self.plan.first:
             return self._hand_on(module, position, args, kwargs)

@@ -16,15 +16,16 @@ SumTensors = Callable[[Sequence[Tensor], "dist.ProcessGroup | None"], None]
 class GradientWindow:
     """Gradients between two optimizer steps.
 
-    Each batch adds its gradient times its weight; `synchronize` sums tied parameters over the pipeline ranks that hold them,
-    then everything over the data ranks, and divides by the total weight. A short last window, uneven ranks and batches of
-    weight zero come out exact.
+    Each batch adds its gradient times its weight; `synchronize` sums tied parameters over the pipeline ranks that hold
+    them, then everything over the data ranks, and divides by the total weight. A short last window, uneven ranks and
+    batches of weight zero come out exact.
 
     Args:
         parameters: What this rank holds and trains.
         shared: Owner set -> parameters held by several ranks of the pipeline, on every rank alike.
         shared_groups: Owner set -> its process group (None where this rank is not a member).
-        trained: Parameters the loss depends on, by id; None if unknown. Only these get zeros where a rank has no gradient.
+        trained: Parameters the loss depends on, by id; None if unknown. Only these get zeros where a rank has no
+            gradient.
         data_group: The data ranks.
         sum_tensors: Sums a list of tensors over a group, in place.
         divides: False leaves the plain sum, for losses that are sums over samples.

@@ -19,8 +19,9 @@ __all__ = ["MetricLink", "merged_value"]
 class MetricLink:
     """Makes every metric of a module behave under a pipeline as in one process.
 
-    A metric is updated where its operands are: on the stage whose code updates it. `compute` outside of a step first hands the
-    state to the other ranks of the pipeline, then synchronises over data replicas only, so no sample counts twice.
+    A metric is updated where its operands are: on the stage whose code updates it. `compute` outside of a step first
+    hands the state to the other ranks of the pipeline, then synchronises over data replicas only, so no sample counts
+    twice.
 
     Communication: at each `compute`, one object all-gather and one object broadcast of the state along the pipeline.
     """
@@ -98,7 +99,7 @@ class MetricLink:
         self._of_batch.clear()
 
     def batch_values(self, names: Collection[str]) -> dict[str, Any]:
-        """What the named metrics saw of this batch on this rank: a metric of its own each, to be merged by `merged_value`."""
+        """What the named metrics saw of this batch on this rank: a metric each, to be merged by `merged_value`."""
         return {name: self._of_batch.get(id(module)) for name, module in self._root.named_modules() if name in names}
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ def merged_value(parts: Sequence[Any], device: Any) -> Any:
     for part in present[1:]:
         try:
             whole.merge_state(part)
-        except RuntimeError:
+        except RuntimeError:  # noqa: PERF203 - only merging tells whether a metric can merge; few ranks, once a step
             whole = part
     whole.sync_on_compute = False
     return whole.compute()

@@ -18,13 +18,13 @@ _NAMED_WEIGHTS = ("samples", "equal", "sum")
 
 
 def batch_size(batch: Any) -> int | None:
-    """Number of samples: the size of dim 0 that most tensors of the batch share (the first wins a tie); None if unknown."""
+    """Number of samples: the size of dim 0 most tensors of the batch share (the first wins a tie); None if unknown."""
     sizes = Counter(tensor.shape[0] for tensor in tensor_leaves(batch) if tensor.ndim > 0)
     return sizes.most_common(1)[0][0] if sizes else None
 
 
 def _is_per_sample_list(value: Any, num_samples: int) -> bool:
-    # A list of as many plain values as there are samples is one value a sample (texts, ids); other lists are containers.
+    # A list of as many plain values as samples is one value a sample (texts, ids); other lists are containers.
     return (
         isinstance(value, (list, tuple))
         and not hasattr(value, "_fields")
@@ -36,9 +36,9 @@ def _is_per_sample_list(value: Any, num_samples: int) -> bool:
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` along dim 0 into at most `num_microbatches` parts of nearly equal size, larger ones first.
 
-    Tensors whose dim 0 is the batch size, and lists of one plain value a sample, are split; everything else (masks shared by
-    all samples, numbers, None) goes to every part. A batch of fewer samples than micro-batches gives fewer parts. Parts are
-    views: no memory is copied.
+    Tensors whose dim 0 is the batch size, and lists of one plain value a sample, are split; everything else (masks
+    shared by all samples, numbers, None) goes to every part. A batch of fewer samples than micro-batches gives fewer
+    parts. Parts are views: no memory is copied.
 
     Example:
         >>> [part["x"].shape[0] for part in split_batch({"x": torch.zeros(7, 3), "scale": 2}, 4)]
@@ -72,12 +72,12 @@ def microbatch_weights(microbatches: Sequence[Any], weight: MicrobatchWeight) ->
 
     Args:
         microbatches: The parts of one batch.
-        weight: `"samples"` (number of samples: exact for losses that are means over samples), `"equal"` (one share a batch,
-            as Lightning weighs accumulated batches), `"sum"` (for losses that are sums over samples: every part counts
-            whole), or a callable `micro-batch -> weight` (for example its number of live labels).
+        weight: `"samples"` (number of samples: exact for losses that are means over samples), `"equal"` (one share a
+            batch, as Lightning weighs accumulated batches), `"sum"` (for losses that are sums over samples: every part
+            counts whole), or a callable `micro-batch -> weight` (for example its number of live labels).
 
     Raises:
-        ValueError: For an unknown name, or a weight that is negative or not finite.
+        ValueError: Where the callable returns a weight that is negative or not finite.
     """
     if callable(weight):
         weights = [float(weight(microbatch)) for microbatch in microbatches]
@@ -99,16 +99,17 @@ def check_weight(weight: MicrobatchWeight) -> None:
     """
     if not callable(weight) and weight not in _NAMED_WEIGHTS:
         raise ValueError(
-            f"`microbatch_weight={weight!r}` is not known. Use one of {', '.join(map(repr, _NAMED_WEIGHTS))} or a callable "
-            "that takes a micro-batch and returns its weight."
+            f"`microbatch_weight={weight!r}` is not known. Use one of {', '.join(map(repr, _NAMED_WEIGHTS))} or a "
+            "callable that takes a micro-batch and returns its weight."
         )
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
     """Put what a step returned for each micro-batch together as one process would have returned it for the batch.
 
-    Tensors with one row a sample are concatenated; other floating-point tensors and floats are averaged with the weights;
-    anything else is taken from the last micro-batch. Keys missing in some parts are taken from the parts that have them.
+    Tensors with one row a sample are concatenated; other floating-point tensors and floats are averaged with the
+    weights; anything else is taken from the last micro-batch. Keys missing in some parts are taken from the parts that
+    have them.
     """
     present = [index for index, output in enumerate(outputs) if output is not None]
     if not present:

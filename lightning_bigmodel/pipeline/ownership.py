@@ -54,13 +54,13 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
 class ParameterShare:
     """What one rank of a pipeline holds of a module.
 
-    Parameters of other ranks keep their object, name and shape - optimizers, name patterns and checks on shapes work as in one
-    process - but no memory: their data is one NaN expanded to the full shape, and they never get a gradient.
+    Parameters of other ranks keep their object, name and shape - optimizers, name patterns and checks on shapes work as
+    in one process - but no memory: their data is one NaN expanded to the full shape, and they never get a gradient.
 
     Args:
         module: The user's module, whole.
-        buffer_owners: Buffer name -> pipeline rank that holds the true value. Buffers stay on every rank.
         owners: id(parameter) -> pipeline ranks that hold it, ascending.
+        buffer_owners: Buffer name -> pipeline rank that holds the true value. Buffers stay on every rank.
         pipe_group: The ranks of this pipeline; a group that takes CPU tensors.
     """
 

@@ -19,8 +19,8 @@ __all__ = [
     "unit_costs",
 ]
 
-# Computing decides the pace of a pipeline, so floating-point operations weigh most; parameters weigh in so that blocks of
-# equal work are spread by memory too, and so that an embedding (no multiply-adds) is not taken for free.
+# Computing decides the pace of a pipeline, so floating-point operations weigh most; parameters weigh in so that blocks
+# of equal work are spread by memory too, and so that an embedding (no multiply-adds) is not taken for free.
 _PARAMETER_SHARE = 0.1
 
 
@@ -63,8 +63,8 @@ def balance(costs: Sequence[float], starts: Sequence[int], num_stages: int) -> l
         num_stages: Number of stages, at most `len(starts)`.
 
     Returns:
-        The first position of each stage. Among equally good cuts the one with the smallest sum of squares is taken, so that
-        the other stages are even too.
+        The first position of each stage. Among equally good cuts the one with the smallest sum of squares is taken, so
+        that the other stages are even too.
     """
     prefix = [0.0]
     for cost in costs:
@@ -120,8 +120,8 @@ def stage_of_positions(trace: StepTrace, owners: Mapping[nn.Module, Collection[i
             reachable = [stage for stage in allowed if stage >= current]
             if not reachable:
                 raise PartitionError(
-                    f"`{call.name}` is held by pipeline stage {max(allowed)}, but this step calls it after modules of stage "
-                    f"{current}. Steps must call modules in the order of the training step."
+                    f"`{call.name}` is held by pipeline stage {max(allowed)}, but this step calls it after modules of "
+                    f"stage {current}. Steps must call modules in the order of the training step."
                 )
             current = reachable[0]
         stages.append(current)
@@ -131,12 +131,12 @@ def stage_of_positions(trace: StepTrace, owners: Mapping[nn.Module, Collection[i
 def parameter_owners(root: nn.Module, trace: StepTrace, stages: Sequence[int], num_stages: int) -> Ownership:
     """Give every parameter of `root` the stages that need it.
 
-    A parameter belongs to each stage at which a unit that contains it is called, and to each stage whose code uses it outside
-    of units. One that no traced code uses stays with every stage.
+    A parameter belongs to each stage at which a unit that contains it is called, and to each stage whose code uses it
+    outside of units. One that no traced code uses stays with every stage.
 
     Raises:
-        PartitionError: Where values leak from inside a unit into code of another stage, or a random value made between units
-            is used on two stages.
+        PartitionError: Where values leak from inside a unit into code of another stage, or a random value made between
+            units is used on two stages.
     """
     last = num_stages - 1
 
@@ -171,15 +171,17 @@ def _refuse_leaks(trace: StepTrace, stage_at: Callable[[int], int]) -> None:
             ]
             raise PartitionError(
                 f"A value made inside `{trace.units[unit].name}` (pipeline stage {stage_at(unit)}) is used by "
-                f"{', '.join(sorted(set(where)))} (stage {', '.join(map(str, users))}) without being returned by the block: "
-                "it was kept in an attribute or caught by a hook, as router losses are. It cannot travel between stages, "
-                "and its gradient would be lost. Return it from the block, or apply its loss inside the block."
+                f"{', '.join(sorted(set(where)))} (stage {', '.join(map(str, users))}) without being returned by the "
+                "block: it was kept in an attribute or caught by a hook, as router losses are. It cannot travel "
+                "between stages, and its gradient would be lost. Return it from the block, or apply its loss inside "
+                "the block."
             )
     for tag, positions in trace.flow.consumers.items():
         if tag[0] == "random" and len({stage_at(position) for position in positions}) > 1:
             raise PartitionError(
                 "A random operator (such as functional dropout) runs between blocks and its result is used on several "
-                "pipeline stages; each stage would draw other numbers. Put it into a module (nn.Dropout) or into a block."
+                "pipeline stages; each stage would draw other numbers. Put it into a module (nn.Dropout) or into a "
+                "block."
             )
     for (_, unit, _), positions in trace.flow.edited_in_place.items():
         carried_on = max(trace.flow.consumers.get(("out", unit, 0), {unit}), default=unit)
@@ -187,7 +189,7 @@ def _refuse_leaks(trace: StepTrace, stage_at: Callable[[int], int]) -> None:
             later = [p for p in trace.flow.consumers[("out", unit, 0)] if stage_at(p) > stage_at(min(positions))]
             if later:
                 raise PartitionError(
-                    f"The output of `{trace.units[unit].name}` is edited in place between blocks and used on pipeline stages "
-                    f"{stage_at(min(positions))} and {stage_at(later[0])}; the edit would be applied twice. Use an "
-                    "out-of-place operation (`x = x + y` instead of `x += y`)."
+                    f"The output of `{trace.units[unit].name}` is edited in place between blocks and used on pipeline "
+                    f"stages {stage_at(min(positions))} and {stage_at(later[0])}; the edit would be applied twice. Use "
+                    "an out-of-place operation (`x = x + y` instead of `x += y`)."
                 )

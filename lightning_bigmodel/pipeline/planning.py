@@ -147,8 +147,8 @@ class Planner:
         for index in range(self.num_stages):
             if borders[index] == borders[index + 1]:
                 raise TraceError(
-                    f"This step calls no module of pipeline stage {index}. Every stage must take part in every step: call the "
-                    "blocks of the training step in validation, test and predict steps too."
+                    f"This step calls no module of pipeline stage {index}. Every stage must take part in every step: "
+                    "call the blocks of the training step in validation, test and predict steps too."
                 )
         return [StagePlan.build(trace, borders[index], borders[index + 1]) for index in range(self.num_stages)]
 
@@ -162,7 +162,8 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _untraceable(error: Exception) -> TraceError:
     return TraceError(
-        f"The step could not be traced to find where it may be cut: {type(error).__name__}: {error}. Steps whose Python code "
-        "depends on computed values (`if loss > 1`, `.numpy()`, `.tolist()` of an activation) cannot be followed without "
-        "running the whole model; move such code out of the step, or under `torch.no_grad()` on detached, logged values."
+        f"The step could not be traced to find where it may be cut: {type(error).__name__}: {error}. Steps whose "
+        "Python code depends on computed values (`if loss > 1`, `.numpy()`, `.tolist()` of an activation) cannot be "
+        "followed without running the whole model; move such code out of the step, or under `torch.no_grad()` on "
+        "detached, logged values."
     )

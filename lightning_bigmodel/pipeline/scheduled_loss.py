@@ -1,8 +1,8 @@
 """A whole pipeline step as one autograd node.
 
 The host runs the user's step, then `zero_grad`, then `backward`. A pipeline does its backward inside the step, so the
-gradients would be erased. Here the schedule's gradients are set aside when it ends and enter `parameter.grad` only when the
-host calls `backward` on the returned loss; whatever scales that loss scales them.
+gradients would be erased. Here the schedule's gradients are set aside when it ends and enter `parameter.grad` only when
+the host calls `backward` on the returned loss; whatever scales that loss scales them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The pipeline schedules: which there are, what they ask for, and how stages are dealt out to ranks.
 
-All are torch's (`torch.distributed.pipelining.schedules`): GPipe (arXiv 1811.06965), 1F1B (arXiv 2006.09503), Interleaved1F1B
-(arXiv 2104.04473), InterleavedZeroBubble and ZBVZeroBubble (arXiv 2401.10241), DualPipeV (arXiv 2412.19437).
+All are torch's (`torch.distributed.pipelining.schedules`): GPipe (arXiv 1811.06965), 1F1B (arXiv 2006.09503),
+Interleaved1F1B (arXiv 2104.04473), InterleavedZeroBubble and ZBVZeroBubble (arXiv 2401.10241), DualPipeV (arXiv
+2412.19437).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def check_schedule(name: str, pipeline_size: int, num_microbatches: int) -> Sche
     """The spec of a schedule, after checking that it can take the given numbers.
 
     Raises:
-        ValueError: For an unknown name, or a number of micro-batches the schedule cannot run, with the nearest legal one.
+        ValueError: For an unknown name, or a number of micro-batches the schedule cannot run, with the nearest legal
+            one.
     """
     spec = SCHEDULES.get(name)
     if spec is None:
@@ -71,9 +73,9 @@ def check_schedule(name: str, pipeline_size: int, num_microbatches: int) -> Sche
         legal = [n for n in range(1, 4 * pipeline_size + num_microbatches) if n % max(1, n // pipeline_size) == 0]
         nearest = min(legal, key=lambda n: (abs(n - num_microbatches), -n))
         raise ValueError(
-            f"`schedule={name!r}` on {pipeline_size} pipeline ranks runs micro-batches in {rounds} rounds of equal size, which "
-            f"`num_microbatches={num_microbatches}` cannot fill. Set `num_microbatches={nearest}` (multiples of "
-            f"`pipeline_parallel_size={pipeline_size}` always work)."
+            f"`schedule={name!r}` on {pipeline_size} pipeline ranks runs micro-batches in {rounds} rounds of equal "
+            f"size, which `num_microbatches={num_microbatches}` cannot fill. Set `num_microbatches={nearest}` "
+            f"(multiples of `pipeline_parallel_size={pipeline_size}` always work)."
         )
     return spec
 

@@ -1,8 +1,9 @@
 """Predict the sizes of block outputs for batch shapes that were not traced.
 
-Padded text has a new length at nearly every step; tracing each would cost a fake forward a step. After a few traces most
-sizes turn out to be either constant or equal to one size of the batch, and then no further trace is needed. A rule is used
-only where the traces seen so far have varied in every size in which the new batch differs; everything else is traced.
+Padded text has a new length at nearly every step; tracing each would cost a fake forward a step. After a few traces
+most sizes turn out to be either constant or equal to one size of the batch, and then no further trace is needed. A rule
+is used only where the traces seen so far have varied in every size in which the new batch differs; everything else is
+traced.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _MAX_EXAMPLES = 16
 
 
 class SizeRules:
-    """Learns `outputs = f(inputs)` over integer vectors from examples, where each output is constant or copies an input.
+    """Learns `outputs = f(inputs)` over integer vectors from examples.
+
+    Each output may be constant or copy an input; anything else stays unknown.
 
     Example:
         >>> rules = SizeRules()

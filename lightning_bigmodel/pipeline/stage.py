@@ -27,7 +27,8 @@ class MicrobatchTask:
     Attributes:
         step: Runs the user's step on this micro-batch.
         plan: The stage's plan for its shape.
-        weight: Share of this micro-batch in the gradient of the batch (the shares of a batch sum to 1, or are 1 for sums).
+        weight: Share of this micro-batch in the gradient of the batch (the shares of a batch sum to 1, or are 1 for
+            sums).
         shared_seed: Random state of code outside of units; the same on every stage.
         stage_seed: Random state of this stage's units.
         result: What the user's step returned (last stage).
@@ -74,8 +75,8 @@ class StageModule(nn.Module):
                 "`finally: return` swallowed the signal that ends a stage. Catch `Exception` instead."
             )
         raise RuntimeError(
-            f"The step returned before `{border}` was called, although it was called when the step was traced. A pipelined "
-            "step must call its blocks in the same way for every micro-batch."
+            f"The step returned before `{border}` was called, although it was called when the step was traced. A "
+            "pipelined step must call its blocks in the same way for every micro-batch."
         )
 
 
@@ -106,8 +107,8 @@ class MicrobatchStage:
     """What torch's pipeline schedules call: forward, backward and the operations to send and receive.
 
     torch's own `PipelineStage` fixes one shape for all micro-batches and steps, and learns it by running the stage on
-    uninitialised memory. Here each micro-batch has its own plan: shapes may change freely, nothing is run extra, and slots
-    without a micro-batch (fewer samples than slots) neither compute nor communicate.
+    uninitialised memory. Here each micro-batch has its own plan: shapes may change freely, nothing is run extra, and
+    slots without a micro-batch (fewer samples than slots) neither compute nor communicate.
 
     Communication a micro-batch: the tensors of `plan.sent` forward, a gradient for each that requires one backward.
     """
@@ -227,10 +228,10 @@ class MicrobatchStage:
             if math.isnan(loss_with(only(position)))
         ]
         raise RuntimeError(
-            f"The loss reads the output of {', '.join(f'`{name}`' for name in readers) or 'a block'}, which is computed on an "
-            f"earlier pipeline stage and is not sent to this one: the step used it in another way when it was traced (at the "
-            "first batch). A pipelined step must use the same values for every batch; values that are needed only at times "
-            "have to be read in every step (for example multiplied by zero)."
+            f"The loss reads the output of {', '.join(f'`{name}`' for name in readers) or 'a block'}, which is "
+            "computed on an earlier pipeline stage and is not sent to this one: the step used it in another way when "
+            "it was traced (at the first batch). A pipelined step must use the same values for every batch; values "
+            "that are needed only at times have to be read in every step (for example multiplied by zero)."
         )
 
     def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
@@ -337,21 +338,21 @@ def loss_of(result: Any) -> Tensor | None:
     """The loss in what a step returned.
 
     Raises:
-        TypeError: Where it is neither a tensor, nor a mapping with a tensor under "loss", nor None.
+        TypeError: Where it is neither a tensor of one element, nor a mapping with one under "loss", nor None.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if loss is None:
         return None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"`training_step` returned {type(result).__name__} without a scalar loss tensor. Return the loss, a dict with the "
-            'loss under "loss", or None to skip the batch.'
+            f"`training_step` returned {type(result).__name__} without a scalar loss tensor. Return the loss, a dict "
+            'with the loss under "loss", or None to skip the batch.'
         )
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def _sum_or_zeros(like: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
-    # The previous stage waits for a gradient of everything that requires one, also where this stage did not use the value.
+    # The previous stage waits for a gradient of every value that requires one, used on this stage or not.
     if first is None:
         return torch.zeros_like(like) if second is None else second.contiguous()
     return first.contiguous() if second is None else first + second

@@ -1,4 +1,4 @@
-"""Record what a user's step logs on every stage and micro-batch, and combine it into what one process would have logged."""
+"""Record what a step logs on every stage and micro-batch, and combine it into what one process would have logged."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class LogEntry:
 class StepLog:
     """Stands in for a module's `log` during a schedule.
 
-    Only calls in code that a stage owns are kept: code before the first block on the first stage, code between two blocks on
-    the stage of the later one, code after the last block on the last stage. So each call is kept once, with real values.
+    Only calls in code that a stage owns are kept: code before the first block on the first stage, code between two
+    blocks on the stage of the later one, code after the last block on the last stage. So each call is kept once, with
+    real values.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -67,7 +68,11 @@ class StepLog:
         self._metric_names: dict[int, str] | None = None
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Keep one logged value. Positional arguments after the value follow the host's `log(name, value, prog_bar, ...)`."""
+        """Keep one logged value; positional arguments are those of the host's `log(name, value, prog_bar, ...)`.
+
+        Raises:
+            ValueError: For a tensor of several elements, or a metric that is not a submodule of the module.
+        """
         run = current_run()
         if run is not None and not run.is_live:
             return
@@ -81,8 +86,8 @@ class StepLog:
             entry.metric = self._metric_names.get(id(value))
             if entry.metric is None:
                 raise ValueError(
-                    f"`self.log({name!r}, ...)` was given a metric that is not a submodule of the LightningModule; assign it "
-                    "to an attribute in `__init__`."
+                    f"`self.log({name!r}, ...)` was given a metric that is not a submodule of the LightningModule; "
+                    "assign it to an attribute in `__init__`."
                 )
             return
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
@@ -105,11 +110,14 @@ class StepLog:
         self._last_values.clear()
 
 
-def combine_logs(parts: Sequence[Sequence[LogEntry]], *, losses_are_sums: bool = False) -> list[tuple[LogEntry, Tensor | None, int]]:
+def combine_logs(
+    parts: Sequence[Sequence[LogEntry]], *, losses_are_sums: bool = False
+) -> list[tuple[LogEntry, Tensor | None, int]]:
     """Combine the entries of several ranks, in order.
 
-    Means are weighted by `batch_size` where the user gave it, else by the micro-batch weights; `reduce_fx="sum"`, `"max"` and
-    `"min"` apply to the micro-batches too. With `losses_are_sums`, a logged loss is summed as the loss itself is.
+    Means are weighted by `batch_size` where the user gave it, else by the micro-batch weights; `reduce_fx="sum"`,
+    `"max"` and `"min"` apply to the micro-batches too. With `losses_are_sums`, a logged loss is summed as the loss
+    itself is.
 
     Returns:
         (entry, value, batch size) for each name; the value is None for a metric object.

@@ -1,8 +1,8 @@
-"""Attributes a user's step writes on its module: keep them as one process would have them, on every rank of the pipeline.
+"""Keep the attributes a user's step writes on its module as one process would have them, on every rank of the pipeline.
 
-A common pattern is `self.outputs.append(loss)` in a validation step and `torch.stack(self.outputs)` at the epoch's end. Only
-the last stage gets as far as the `append`; and code before the first block runs once on every stage. So what the last stage
-did to plain attributes is taken as the truth and sent to the others.
+A common pattern is `self.outputs.append(loss)` in a validation step and `torch.stack(self.outputs)` at the epoch's end.
+Only the last stage gets as far as the `append`; and code before the first block runs once on every stage. So what the
+last stage did to plain attributes is taken as the truth and sent to the others.
 """
 
 from __future__ import annotations

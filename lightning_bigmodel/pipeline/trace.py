@@ -1,7 +1,7 @@
 """The one trace: run a user's step once without memory or arithmetic, and learn what every layer needs to know.
 
-Parameters are replaced by fake tensors (shape, dtype and device only); the batch stays real, so Python decisions that depend
-on it are taken as in a real step. See `dataflow` for how values are followed.
+Parameters are replaced by fake tensors (shape, dtype and device only); the batch stays real, so Python decisions that
+depend on it are taken as in a real step. See `dataflow` for how values are followed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class UnitCall:
         nth: 0 for the first call of this module in the step, 1 for the second, ...
         output: The returned structure with a `LeafSpec` in place of each tensor.
         is_block: Whether a stage may begin here.
-        flops: Floating-point operations of one forward (multiply-adds counted as two), code up to the next unit included.
-        saved_bytes: Bytes kept for backward by one forward.
+        flops: Floating-point operations of one forward (multiply-adds counted as two), with the code between the
+            previous unit and this one.
+        saved_bytes: Bytes kept for backward by the same code.
     """
 
     module: nn.Module
@@ -85,7 +86,6 @@ class StepTrace:
         units: Calls in order; index in this tuple = position.
         flow: Consumers of every value; position `len(units)` stands for code after the last unit (the loss).
         trained: Keys of parameters that get a gradient in one process.
-        parameter_uses: Positions at which a parameter is used outside its own unit.
         shapes_depend_on_data: Whether sizes before the last unit may change with values, not only sizes, of the batch.
     """
 
@@ -236,7 +236,7 @@ def _private_dicts(root: nn.Module) -> None:
 
 @contextmanager
 def _quiet_fake_tensors() -> Iterator[None]:
-    # An operator whose shape rule fails is run on zeros instead (see `dataflow`); torch logs the failure as an error first.
+    # An operator whose shape rule fails is run on zeros instead (see `dataflow`); torch logs an error first.
     logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -325,7 +325,7 @@ class _Recorder:
         self._counts[module] += 1
 
     def _works_on_units(self, args: Any, kwargs: Any, output: Any) -> bool:
-        """Whether a module without parameters made new values from other units' (a dropout), not only shapes (rotary)."""
+        """Whether a module without parameters made new values from those of units (a dropout, not a rotary table)."""
         given = {id(tensor) for tensor in tensor_leaves((args, kwargs))}
         made = [tensor for tensor in tensor_leaves(output) if id(tensor) not in given]
         return any(tag[0] == "out" for tag in self._flow.tags(made))
@@ -351,8 +351,9 @@ def trace_step(
     Args:
         root: The user's module; left exactly as it was, whatever the step does to its attributes.
         step: Calls the user's step on one micro-batch and returns its result.
-        candidates: Outermost modules -> name (from `blocks.find_units`). One without parameters counts as a unit only if
-            it works on values that come from other units; else every stage computes it itself, as it costs no traffic.
+        candidates: Outermost modules -> name (from `blocks.find_units`). One without parameters counts as a unit only
+            if it works on values that come from other units; else every stage computes it itself, as it costs no
+            traffic.
         blocks: Those of the candidates a stage may begin with.
         device: Where the real computation will run.
         log: Makes the function put in place of the module's `log`, given the dataflow; None leaves it alone.

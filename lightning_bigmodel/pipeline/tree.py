@@ -1,8 +1,8 @@
 """Walk the values users pass around: batches, block inputs and outputs, returned dicts.
 
-`torch.utils._pytree` treats dataclasses and most mapping types as opaque leaves; a batch or a block output of such a type
-would silently be neither split nor sent. Here every mapping, sequence, named tuple and dataclass instance is a container
-and is rebuilt with its own type.
+`torch.utils._pytree` treats dataclasses and most mapping types as opaque leaves; a batch or a block output of such a
+type would silently be neither split nor sent. Here every mapping, sequence, named tuple and dataclass instance is a
+container and is rebuilt with its own type.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and device, about `bucket_bytes` together; a larger tensor gets its own bucket."""
+    """Consecutive tensors of one dtype and device, up to `bucket_bytes` together; a larger tensor is its own bucket."""
     bucket: list[Tensor] = []
     num_bytes = 0
     for tensor in tensors:

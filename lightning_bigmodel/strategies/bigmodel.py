@@ -70,27 +70,32 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     """Train an unchanged LightningModule over a pipeline of ranks and data-parallel replicas of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
-    module's own `training_step` on every micro-batch, computing only its blocks. Losses, metrics, checkpoints and weights are
-    those of one process (fp32, up to the order of sums). Do not use it for a model and batch that fit one device: it adds
-    communication. GPipe (arXiv 1811.06965), 1F1B (arXiv 2006.09503) and later schedules; see `pipeline.schedules`.
+    module's own `training_step` on every micro-batch, computing only its blocks. Losses, metrics, checkpoints and
+    weights are those of one process (fp32, up to the order of sums). Do not use it for a model and batch that fit one
+    device: it adds communication. GPipe (arXiv 1811.06965), 1F1B (arXiv 2006.09503) and later schedules; see
+    `pipeline.schedules`.
 
-    Memory a rank: its own parameters, gradients and optimizer state; activations of up to as many micro-batches as there are
-    stages (1F1B) or of all (GPipe). Communication a step: for each cut and micro-batch the tensors that cross it, once forward
-    and once backward; tied parameters' gradients over their owners; with several data ranks all gradients once.
+    Memory a rank: its own parameters, gradients and optimizer state; activations of up to as many micro-batches as
+    there are stages (1F1B) or of all (GPipe). Communication a step: for each cut and micro-batch the tensors that cross
+    it, once forward and once backward; tied parameters' gradients over their owners; with several data ranks all
+    gradients once.
 
     Args:
-        pipeline_parallel_size: Ranks the model is cut over, in order; the remaining ranks are data-parallel replicas. `"all"`
-            takes every rank.
-        num_microbatches: Parts each training batch is split into; a smaller batch gives fewer. Default: twice the number of
-            stages in a pipeline, else 1. Evaluation batches are not split.
-        schedule: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"InterleavedZeroBubble"`, `"ZBVZeroBubble"` or `"DualPipeV"`.
-        blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a step.
-            As many names as stages is a cut of your own: each stage begins at its name.
-        microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`, `"equal"`
-            (Lightning's own arithmetic), `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight.
-        batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank loads
-            for itself under equal random states, with a check of the first batches.
-        process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors) on CUDA.
+        pipeline_parallel_size: Ranks the model is cut over, in order; the remaining ranks are data-parallel replicas.
+            `"all"` takes every rank.
+        num_microbatches: Parts each training batch is split into; a smaller batch gives fewer. Default: twice the
+            number of stages in a pipeline, else 1. Evaluation batches are not split.
+        schedule: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"InterleavedZeroBubble"`, `"ZBVZeroBubble"` or
+            `"DualPipeV"`.
+        blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a
+            step. As many names as stages is a cut of your own: each stage begins at its name.
+        microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
+            `"equal"` (Lightning's own arithmetic), `"sum"` (for losses that are sums), or a callable from a micro-batch
+            to its weight.
+        batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
+            loads for itself under equal random states, with a check of the first batches.
+        process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
+            on CUDA.
         timeout: Longest wait in a collective.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -99,8 +104,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         precision_plugin: Set by the Trainer.
 
     Raises:
-        ValueError: For settings that do not go together; here where that can be known, else at the start of a run, on every
-            rank alike.
+        ValueError: For settings that do not go together; here where that can be known, else at the start of a run, on
+            every rank alike.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -115,7 +120,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         num_microbatches: int | None = None,
         schedule: str = "1F1B",
         blocks: str | list[str] = "auto",
-        microbatch_weight: str | Callable[[Any], Any] = "samples",
+        microbatch_weight: Literal["samples", "equal", "sum"] | Callable[[Any], Any] = "samples",
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -138,8 +143,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         check_blocks(blocks)
         if pipeline_parallel_size == 1 and (schedule != "1F1B" or blocks != "auto"):
             raise ValueError(
-                f"`schedule={schedule!r}` and `blocks={blocks!r}` cut a model over ranks, but `pipeline_parallel_size=1`. Set "
-                "`pipeline_parallel_size` to 2 or more, or leave both out."
+                f"`schedule={schedule!r}` and `blocks={blocks!r}` cut a model over ranks, but "
+                "`pipeline_parallel_size=1`. Set `pipeline_parallel_size` to 2 or more, or leave both out."
             )
         self.num_nodes = 1
         self._pipeline_parallel_size = pipeline_parallel_size
@@ -295,7 +300,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
             batch = loader.peek() if isinstance(loader, MeshLoader) else None
             if batch is None:
                 raise ValueError(
-                    "The data loader gave no batch. A pipeline is cut on the first batch of the run; give it at least one."
+                    "The data loader gave no batch. A pipeline is cut on the first batch of the run; give it at least "
+                    "one."
                 )
             batch = self.broadcast(batch)
             restore_rng(state)
@@ -430,8 +436,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     @override
     def post_training_step(self) -> None:
         # Lightning asks for the world size right after this hook, only to refuse a step without a loss on several ranks
-        # (its own strategies would wait for each other). Here all ranks of a pipeline skip together, and data ranks that
-        # skip still take part in the sum.
+        # (its own strategies would wait for each other). Here all ranks of a pipeline skip together, and data ranks
+        # that skip still take part in the sum.
         self._hides_world_size, self._skipped_batch = self._skipped_batch, False
 
     @property
@@ -479,8 +485,8 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     def _replay(self, outcome: StepOutcome) -> None:
         """Log on every rank, once, what one process would have logged.
 
-        In training the values are those of all data ranks already. In evaluation data ranks may have different numbers of
-        batches: a value logged by step stays with its rank, and only the epoch's end is a collective.
+        In training the values are those of all data ranks already. In evaluation data ranks may have different numbers
+        of batches: a value logged by step stays with its rank, and only the epoch's end is a collective.
         """
         module = self.lightning_module
         assert module is not None

@@ -54,7 +54,11 @@ class CheckpointMixin:
         persistent = set(share.module.state_dict(keep_vars=True))
         names = {share.names[id(parameter)] for parameter in share.owned}
         names |= {name for name in share.owned_buffers() if name in persistent}
-        names |= {name for name in persistent if name.endswith(_EXTRA_STATE) and share.owns_state_of(name[: -len(_EXTRA_STATE)])}
+        names |= {
+            name
+            for name in persistent
+            if name.endswith(_EXTRA_STATE) and share.owns_state_of(name[: -len(_EXTRA_STATE)])
+        }
         return names
 
     def _parameter_names(self: Any) -> dict[int, str]:
@@ -85,7 +89,8 @@ class CheckpointMixin:
         """
         if storage_options is not None:
             raise TypeError(
-                f"`{type(self).__name__}` writes checkpoints itself, so `storage_options` cannot take effect; leave it out."
+                f"`{type(self).__name__}` writes checkpoints itself, so `storage_options` cannot take effect; leave it "
+                "out."
             )
         strategy: BigModelStrategy = self
         path = Path(strategy.broadcast(str(filepath)))

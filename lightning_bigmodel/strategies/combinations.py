@@ -22,8 +22,9 @@ def check_precision(precision: Any, name: str) -> None:
     """
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         raise ValueError(
-            f"`{name}` cannot run with Lightning's `precision='16-mixed'`: its gradient scaler looks at the gradients of one "
-            "rank, and ranks would disagree whether to step. Use `precision='bf16-mixed'`, `'bf16-true'` or `'32-true'`."
+            f"`{name}` cannot run with Lightning's `precision='16-mixed'`: its gradient scaler looks at the gradients "
+            "of one rank, and ranks would disagree whether to step. Use `precision='bf16-mixed'`, `'bf16-true'` or "
+            "`'32-true'`."
         )
 
 
@@ -36,13 +37,14 @@ def check_module(module: pl.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"`{name}` uses manual optimization (`automatic_optimization=False`). The gradients of micro-batches and ranks are "
-            "complete only at the optimizer step of automatic optimization. Set `automatic_optimization=True`."
+            f"`{name}` uses manual optimization (`automatic_optimization=False`). The gradients of micro-batches and "
+            "ranks are complete only at the optimizer step of automatic optimization. Set "
+            "`automatic_optimization=True`."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            f"`{name}.training_step(dataloader_iter)` takes batches by itself, so they cannot be split into micro-batches or "
-            "shared by the ranks of a pipeline. Use `training_step(batch, batch_idx)`."
+            f"`{name}.training_step(dataloader_iter)` takes batches by itself, so they cannot be split into "
+            "micro-batches or shared by the ranks of a pipeline. Use `training_step(batch, batch_idx)`."
         )
 
 
@@ -55,6 +57,6 @@ def check_optimizers(optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), optim.LBFGS):
             raise ValueError(
-                "LBFGS calls the training step several times an optimizer step and needs all parameters on one rank. Use a "
-                "first-order optimizer such as AdamW."
+                "LBFGS calls the training step several times an optimizer step and needs all parameters on one rank. "
+                "Use a first-order optimizer such as AdamW."
             )

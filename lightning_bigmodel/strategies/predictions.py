@@ -20,8 +20,8 @@ __all__ = ["gather_predictions"]
 def gather_predictions(trainer: pl.Trainer, mesh: RankMesh) -> None:
     """Make `trainer.predict` return on every rank what one process would return.
 
-    Batches of all data ranks that belong to one batch of one process are merged row by row where they consist of tensors with
-    one row a sample; other predictions follow each other in rank order.
+    Batches of all data ranks that belong to one batch of one process are merged row by row where they consist of
+    tensors with one row a sample; other predictions follow each other in rank order.
 
     Communication: all predictions once over the data ranks, if they are to be returned. Memory: all of them.
     """

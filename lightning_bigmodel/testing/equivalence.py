@@ -53,9 +53,9 @@ def assert_parallel_equivalent(
 ) -> EquivalenceReport:
     """Train `module` on `batch` in one process and under `strategy` on CPU ranks, and compare everything.
 
-    Compared after `num_steps` optimizer steps: every parameter on every rank, and every metric the module logged. Give a small
-    copy of your model (same classes, few and narrow blocks) and a batch of a few samples. Dropout modules are switched off in
-    both runs, as no two layouts can draw equal masks. Data replicas each take their part of `batch`.
+    Compared after `num_steps` optimizer steps: every parameter on every rank, and every metric the module logged. Give
+    a small copy of your model (same classes, few and narrow blocks) and a batch of a few samples. Dropout modules are
+    switched off in both runs, as no two layouts can draw equal masks. Data replicas each take their part of `batch`.
 
     Args:
         module: A LightningModule; it is copied, not changed.
@@ -66,11 +66,13 @@ def assert_parallel_equivalent(
         absolute_tolerance: Largest difference allowed near zero.
         relative_tolerance: Largest difference allowed relative to the one-process value.
         timeout_seconds: Longest time for the parallel run.
-        **trainer_options: Further arguments of both Trainers, such as `accumulate_grad_batches=3`, `gradient_clip_val=0.5`.
+        **trainer_options: Further arguments of both Trainers, such as `accumulate_grad_batches=3`,
+            `gradient_clip_val=0.5`.
 
     Raises:
         AssertionError: Where a parameter or metric differs; the message names the worst ones.
         TypeError: Where the module, batch or strategy cannot be sent to other processes.
+        ValueError: Where `world_size` is left out and the strategy does not tell it (`pipeline_parallel_size="all"`).
         RanksFailedError: Where the parallel run fails; with the traceback of every rank.
 
     Cost: two short trainings on the CPU; `world_size` processes.
@@ -96,8 +98,8 @@ def assert_parallel_equivalent(
         payload = pickle.dumps((module, batch, strategy))
     except Exception as error:
         raise TypeError(
-            f"The module, batch and strategy are sent to other processes, but do not pickle: {error}. Define the module's class "
-            "at the top level of an importable file, and give functions by name instead of as lambdas."
+            f"The module, batch and strategy are sent to other processes, but do not pickle: {error}. Define the "
+            "module's class at the top level of an importable file, and give functions by name instead of as lambdas."
         ) from error
     num_batches = num_steps * int(trainer_options.get("accumulate_grad_batches", 1))
     reference, metrics = _train(module, batch, "auto", 1, num_batches, trainer_options)

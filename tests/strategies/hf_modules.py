@@ -1,7 +1,7 @@
 """LightningModules around unmodified transformers models: random weights, a few narrow blocks, no downloads.
 
-Every entry of `MODELS` is an architecture that nobody fitted the pipeline to. A model's class, its forward and its module
-tree are those of the library; only sizes are small, and dropout is off, as no two layouts draw equal masks.
+Every entry of `MODELS` is an architecture that nobody fitted the pipeline to. A model's class, its forward and its
+module tree are those of the library; only sizes are small, and dropout is off, as no two layouts draw equal masks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_drop
 class PretrainedModule(LightningModule):
     """Trains a transformers model on the loss that it returns, and logs that loss.
 
-    The model is built in `configure_model`, in the process that trains it: some of the library's models record their outputs
-    through state that is set up when they are built, and some do not pickle.
+    The model is built in `configure_model`, in the process that trains it: some of the library's models record their
+    outputs through state that is set up when they are built, and some do not pickle.
 
     Args:
         name: An entry of `MODELS`.
@@ -70,8 +70,8 @@ class PretrainedModule(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW whose `eps` stands above the rounding noise of gradients that are zero in exact arithmetic.
 
-        A bias of attention keys has such a gradient: softmax does not depend on it. With the default `eps=1e-8` Adam would
-        turn noise of 1e-9 into a step of the full learning rate, of either sign.
+        A bias of attention keys has such a gradient: softmax does not depend on it. With the default `eps=1e-8` Adam
+        would turn noise of 1e-9 into a step of the full learning rate, of either sign.
         """
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5)
 
@@ -105,7 +105,7 @@ def _causal(generator: torch.Generator, num_samples: int) -> Batch:
 
 
 def _padded(generator: torch.Generator, num_samples: int) -> Batch:
-    """Rows of different lengths, padded, with labels at about half of the positions: micro-batches weigh differently."""
+    """Padded rows of different lengths, with labels at about half of the positions: micro-batches weigh differently."""
     tokens = _tokens(generator, num_samples)
     lengths = torch.randint(3, NUM_POSITIONS + 1, (num_samples, 1), generator=generator)
     mask = torch.arange(NUM_POSITIONS) < lengths
@@ -260,8 +260,8 @@ def _clip() -> nn.Module:
 def _swin() -> nn.Module:
     return transformers.SwinForImageClassification(
         transformers.SwinConfig(
-            image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2, drop_path_rate=0.0,
-            num_labels=5,
+            image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=2,
+            drop_path_rate=0.0, num_labels=5,
         )
     )  # fmt: skip
 

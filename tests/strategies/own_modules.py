@@ -1,4 +1,4 @@
-"""LightningModules of many shapes, written as people write them: long skips, states, tuples, dataclasses, shared weights.
+"""LightningModules of many shapes, as people write them: long skips, states, tuples, dataclasses, shared weights.
 
 Each class says what about it a pipeline could get wrong. `MODULES` lists all of them; each is trained by
 `test_architectures` under several schedules and compared with one process.
@@ -37,8 +37,8 @@ class OwnModule(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW whose `eps` stands above the rounding noise of gradients that are zero in exact arithmetic.
 
-        A bias before a normalisation, and a bias of attention keys, have such gradients; with the default `eps=1e-8` Adam
-        turns their noise into steps of the full learning rate, of either sign.
+        A bias before a normalisation, and a bias of attention keys, have such gradients; with the default `eps=1e-8`
+        Adam turns their noise into steps of the full learning rate, of either sign.
         """
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5)
 
@@ -74,7 +74,7 @@ class _ConvBlock(nn.Module):
 
 
 class UNet(OwnModule):
-    """Every block of the way down also feeds its mirror on the way up: the longest skip passes over all other blocks."""
+    """Every block of the way down also feeds its mirror on the way up: the longest skip passes over all others."""
 
     batch = staticmethod(_images)
 
@@ -118,7 +118,7 @@ class _Residual(nn.Module):
 
 
 class ResNet(OwnModule):
-    """Named stages `layer1` to `layer3` of residual blocks, each an `nn.Sequential`, with in-place operations inside."""
+    """Named stages `layer1` to `layer3` of residual blocks, each an `nn.Sequential` with in-place operations inside."""
 
     batch = staticmethod(_images)
 
@@ -173,7 +173,7 @@ class _Mixer(nn.Module):
 
 
 class MLPMixer(OwnModule):
-    """Transposes between and inside blocks: what crosses a cut is not contiguous. Returns a dict with nested outputs."""
+    """Transposes between and inside blocks: what crosses a cut is not contiguous. Returns a dict of nested outputs."""
 
     batch = staticmethod(_images)
 
@@ -248,7 +248,7 @@ class LSTMStack(OwnModule):
 
 
 class FunctionalHead(OwnModule):
-    """Parameters used outside of their module: the head is the embedding's weight in `F.linear`, scaled by a bare one."""
+    """Parameters used outside of their module: the head is the embedding's weight in `F.linear`, times a bare one."""
 
     batch = staticmethod(_sequences)
 
@@ -270,7 +270,7 @@ class FunctionalHead(OwnModule):
 
 
 class Detector(OwnModule):
-    """As DETR: a convolutional backbone, an encoder, learned queries of the module itself, heads at every decoder layer."""
+    """As DETR: a convolutional backbone, an encoder, learned queries of the module itself, heads at every layer."""
 
     batch = staticmethod(_images)
 
@@ -412,7 +412,7 @@ class _Checkpointed(nn.Module):
 
 
 class Checkpointed(OwnModule):
-    """Recomputed blocks - some from inside, some from outside, where the recomputation calls the block a second time."""
+    """Recomputed blocks - some from inside, some from outside, where the recomputation calls the block again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ class FrozenBackbone(OwnModule):
 
 
 class SharedNorm(OwnModule):
-    """One norm and one bias inside all blocks: parameters with an owner on every stage, each with a part of the gradient."""
+    """One norm and one bias inside all blocks: parameters owned by every stage, each with a part of the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +486,7 @@ class InPlace(OwnModule):
 
 
 class LayerMix(OwnModule):
-    """As ELMo: the loss reads a learned mean of all blocks' outputs; a teacher without gradient reads the first of them."""
+    """As ELMo: the loss reads a learned mean of all blocks' outputs; a teacher without gradient reads the first."""
 
     def __init__(self) -> None:
         super().__init__()
