@@ -29,6 +29,10 @@ _LASTING_VARIABLES = {
 _ENDING_SECONDS = 5.0
 
 
+# What needs a GPU has a script of its own, `tests/gpu/run.sh`; elsewhere there is nothing to collect.
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+
 @pytest.fixture(autouse=True)
 def _same_seeds() -> None:
     """Seeds every generator, so that a test gives the same numbers alone as among others."""

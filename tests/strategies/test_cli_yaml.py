@@ -21,6 +21,12 @@ _BOTH = ("config.yaml", "short_name.yaml")
 _STRATEGY = "--trainer.strategy.init_args"
 
 
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns where the process has arguments too."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
 def cli(*arguments: str, config: str | Path = "config.yaml") -> LightningCLI:
     """The command line as `LightningCLI()` would take it, without running anything."""
     return LightningCLI(run=False, args=["--config", str(_EXAMPLE / config), *arguments])
@@ -111,7 +117,8 @@ def test_settings_without_a_file():
     """The short form with the bare class name is what people type."""
     model = "--model=lightning_bigmodel.testing.tiny.TinyChain"
     strategy = ["--trainer.strategy=BigModelStrategy", "--trainer.strategy.pipeline_parallel_size=2"]
-    trainer = LightningCLI(run=False, args=[model, *strategy, "--trainer.devices=2", "--trainer.accelerator=cpu"]).trainer
+    devices = ["--trainer.devices=2", "--trainer.accelerator=cpu"]
+    trainer = LightningCLI(run=False, args=[model, *strategy, *devices]).trainer
     assert settings(trainer.strategy)["pipeline_parallel_size"] == 2
 
 
