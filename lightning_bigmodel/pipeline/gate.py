@@ -236,6 +236,16 @@ def current_run() -> StageRun | None:
     return _Active.run
 
 
+def _refuse_absent(module: nn.Module) -> None:
+    """Refuse to compute with parameters of another rank (one NaN expanded to their shape)."""
+    if any(p.numel() > 1 and not any(p.stride()) for p in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__} is called outside of a training, validation, test or predict step, but its parameters "
+            "are on another rank of the pipeline. Only steps run through the pipeline: move the call into one (for example "
+            "a `predict_step`), or make it after the run, when every rank has the whole model again."
+        )
+
+
 class _Gate:
     """Mixin put in front of a unit's class."""
 
@@ -243,6 +253,7 @@ class _Gate:
         run = _Active.run
         compute = super().__call__  # type: ignore[misc]  # nn.Module's
         if run is None:
+            _refuse_absent(self)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
             return compute(*args, **kwargs)
         return run.call(self, compute, args, kwargs)  # type: ignore[arg-type]  # mixed into nn.Module subclasses only
 

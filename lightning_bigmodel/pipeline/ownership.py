@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["ParameterShare", "broadcast_module"]
+__all__ = ["ParameterShare", "broadcast_module", "broadcast_tensors"]
 
 _MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -32,7 +32,7 @@ def _runs(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Ten
 
 
 @torch.no_grad()
-def _broadcast(tensors: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None) -> None:
+def broadcast_tensors(tensors: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None) -> None:
     for run in _runs(tensors):
         source = run[0][0]
         flat = torch.cat([tensor.detach().reshape(-1) for _, tensor in run])
@@ -48,7 +48,7 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
     Communication: all parameters and buffers once.
     """
     tensors = [*module.parameters(), *module.buffers()]
-    _broadcast([(0, tensor.data) for tensor in tensors if tensor.numel() and not tensor.is_meta], group)
+    broadcast_tensors([(0, tensor.data) for tensor in tensors if tensor.numel() and not tensor.is_meta], group)
 
 
 class ParameterShare:
@@ -163,5 +163,5 @@ class ParameterShare:
             if buffer.numel() and not buffer.is_meta:
                 buffer.data = buffer.data.cpu()
                 pairs.append((self._buffer_owners.get(name, 0), buffer.data))
-        _broadcast(pairs, self._group)
+        broadcast_tensors(pairs, self._group)
         self._released = False

@@ -53,7 +53,7 @@ from lightning_bigmodel.pipeline.engine import PipelineEngine, StepOutcome
 from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.gradients import GradientWindow, clip_by_norm
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
-from lightning_bigmodel.pipeline.ownership import ParameterShare, broadcast_module
+from lightning_bigmodel.pipeline.ownership import ParameterShare, broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
@@ -610,6 +610,26 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         _host.load_loader_states(self._trainer())
+
+    @override
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Running statistics of replicas drift apart in training; evaluate all with those of the first, as DDP does."""
+        assert self.lightning_module is not None
+        if self.mesh.data_size > 1:
+            with self._phase("sharing buffers"):
+                buffers = [(0, buffer) for buffer in self.lightning_module.buffers() if buffer.numel()]
+                broadcast_tensors(buffers, self.mesh.data_group)
 
     @override
     def on_predict_end(self) -> None:

@@ -19,7 +19,12 @@ def fit(strategy: Any, **options: Any) -> dict[str, Any]:
     """Four steps on the GPU; parameters and metrics."""
     torch.manual_seed(0)
     module = TinyTransformer(num_features=64, num_blocks=4)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(accelerator="gpu", devices=1, strategy=strategy, max_steps=4, **{**quiet, **options})
     trainer.fit(module, DataLoader(module.dataset(32), batch_size=8))
     return {

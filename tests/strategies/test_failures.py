@@ -170,3 +170,21 @@ def test_unknown_block_names_are_refused_with_the_nearest() -> None:
     for text in messages(_run, 2, TinyChain, {"blocks": ["block.*"]}):
         assert "`blocks` names 'block.*'" in text
         assert "Nearest names: 'blocks." in text
+
+
+class CallsOutside(Callback):
+    """Uses the model between steps, as sampling callbacks do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.blocks(torch.zeros(2, 8))
+
+
+def _call_outside() -> None:
+    module = TinyChain()
+    trainer(pipeline(), 2, callbacks=[CallsOutside()]).fit(module, rows(module))
+
+
+def test_a_call_outside_of_steps_is_refused() -> None:
+    """Blocks of other ranks would compute with NaN."""
+    for text in messages(_call_outside, 2):
+        assert "is called outside of a training, validation, test or predict step" in text

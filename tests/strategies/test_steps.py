@@ -234,7 +234,8 @@ def _many_shapes(num_batches: int) -> dict[str, Any]:
 
     class Measure(Callback):
         def on_train_batch_end(self, trainer_: Trainer, *args: Any) -> None:
-            if len(held) in (52, 104):  # both sides of a round of 52 shapes; the collector's own rhythm is not the matter
+            # Both sides of a round of 52 shapes; the collector's own rhythm is not the matter.
+            if len(held) in (52, 104):
                 gc.collect()
             held.append(tracemalloc.get_traced_memory()[0])
 
