@@ -25,7 +25,26 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "default_store",
+    "first_loader",
+    "give_back_sampling",
+    "host_attributes",
+    "init_process_group",
+    "is_fake",
+    "load_loader_states",
     "mark_schedule_initialized",
+    "optimizers_to_device",
+    "plain_batch_sampler",
+    "script_launcher",
+    "set_device",
+    "set_device_mesh",
+    "replace_norm_clipping",
+    "restore_norm_clipping",
+    "silence_sync_advice",
+    "silent_loggers",
+    "step_arguments",
+    "take_over_sampling",
+    "train_loader",
+    "transfer_batch",
 ]
 
 
@@ -86,6 +105,23 @@ def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | 
     if device.type != "cpu":
         options["device_id"] = device
     _init_dist_connection(environment, backend, **options)
+
+
+def script_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """What starts the user's script once more for each further rank of this node."""
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def set_device_mesh(module: pl.LightningModule, device_mesh: Any) -> None:
+    """What `LightningModule.device_mesh` answers."""
+    module._device_mesh = device_mesh
+
+
+def set_device(module: pl.LightningModule, device: torch.device) -> None:
+    """What `LightningModule.device` answers, for a strategy that moves parameters by itself."""
+    module._device = device
 
 
 @cache

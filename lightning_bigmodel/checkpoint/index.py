@@ -24,7 +24,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-__all__ = ["CheckpointIndex", "TensorEntry", "is_complete", "is_sharded_checkpoint", "read_index"]
+__all__ = [
+    "CheckpointIndex",
+    "DCP_METADATA_FILE",
+    "METADATA_FILE",
+    "TensorEntry",
+    "flush_to_disk",
+    "is_complete",
+    "is_sharded_checkpoint",
+    "make_index",
+    "model_key",
+    "optimizer_key",
+    "rank_file",
+    "read_index",
+    "write_mark",
+]
 
 FORMAT_VERSION = 1
 MARK_FILE = "bigmodel.json"

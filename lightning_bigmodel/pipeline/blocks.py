@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["UnitTree", "find_units"]
+__all__ = ["UnitTree", "check_blocks", "find_units"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _HOW_TO_NAME = (

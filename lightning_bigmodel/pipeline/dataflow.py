@@ -44,6 +44,7 @@ class FlowRecord:
     leaks: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     edited_in_place: dict[Tag, set[int]] = field(default_factory=lambda: defaultdict(set))
     flops: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    draws_between_units: bool = False
     data_sized_at: int | None = None
 
 
@@ -64,12 +65,20 @@ class Dataflow(TorchDispatchMode):
         self._tags: Any = WeakTensorKeyDictionary()
         self._outputs: Any = WeakTensorKeyDictionary()
         self._num_random = 0
+        # Storages written in place, by address, with the tags of what went in: a tensor sees what was written through
+        # a view of it. Holding the storages keeps their addresses theirs.
+        self._written: dict[int | None, tuple[Any, set[Tag]]] = {}
+        self._written_inside: dict[int, Any] = {}
+        self._numbers: set[Tag] = set()
+        self._all_true: Any = WeakTensorKeyDictionary()
 
     def tags(self, tensors: Iterable[Tensor]) -> set[Tag]:
         """All tags the given tensors carry."""
         found: set[Tag] = set()
         for tensor in tensors:
             found.update(self._tags.get(tensor, ()))
+            if self._written:
+                found.update(self._written.get(_address(tensor), (None, ()))[1])
             key = self._parameters.get(id(tensor))
             if key is not None and key not in self._owned:
                 found.add(("param", key, 0))
@@ -79,6 +88,13 @@ class Dataflow(TorchDispatchMode):
         """Note that code at `position` reads every tensor in `value`."""
         for tag in self.tags(tensor_leaves(value)):
             self._note(tag, position)
+
+    def finish(self, result: Any) -> None:
+        """The step returned `result`."""
+        self.consume(result, self.position)
+        # What became a Python number may have steered any later code, so every stage that repeats the code needs it.
+        for tag in self._numbers:
+            self._note(tag, self.position)
 
     def _note(self, tag: Tag, position: int) -> None:
         if tag[0] == "in" and tag[1] != self.inside:
@@ -97,7 +113,9 @@ class Dataflow(TorchDispatchMode):
     def leave(self, unit: int, arguments: Any, output: Any) -> list[int | None]:
         """A unit returned: tag its outputs. Returns, per tensor leaf, the index of the argument it is (or None)."""
         self.inside, self._owned, self.position = None, frozenset(), unit + 1
-        given = {id(tensor): index for index, tensor in enumerate(tensor_leaves(arguments))}
+        arguments = tensor_leaves(arguments)
+        self._leave_written(unit, arguments)
+        given = {id(tensor): index for index, tensor in enumerate(arguments)}
         aliases: list[int | None] = []
         for index, tensor in enumerate(tensor_leaves(output)):
             aliases.append(given.get(id(tensor)))
@@ -116,30 +134,54 @@ class Dataflow(TorchDispatchMode):
         for tag in tags:
             if self.inside is None or tag != ("in", self.inside, 0):
                 self._note(tag, where)
-        self._note_edits(func, args, kwargs, where)
+        self._note_edits(func, args, kwargs, tags, where)
         output = self._run(func, args, kwargs, operands)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.record.flops[where] += int(formula(*args, **kwargs, out_val=output))
         if self.inside is not None:
             tags = {("in", self.inside, 0)}
-        elif tags and torch.Tag.nondeterministic_seeded in func.tags:
-            tags = tags | {("random", self._num_random, 0)}
-            self._num_random += 1
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            self.record.draws_between_units |= self.position > 0
+            if tags:
+                tags = tags | {("random", self._num_random, 0)}
+                self._num_random += 1
+        elif isinstance(output, (bool, int, float)):
+            self._numbers |= tags
+        elif func._overloadpacket is torch.ops.aten.all:
+            self._all_true[output] = True
         for tensor in tensor_leaves(output):
             if id(tensor) not in self._parameters:
                 self._tags[tensor] = tags | self._tags.get(tensor, set()) if self.inside is None else set(tags)
         return output
 
-    def _note_edits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: int) -> None:
+    def _leave_written(self, unit: int, arguments: list[Tensor]) -> None:
+        """What the unit wrote into memory it shares with others is a value from its inside that was not returned."""
+        shared = {_address(tensor) for tensor in [*arguments, *self._outputs]} | set(self._written)
+        for address, storage in self._written_inside.items():
+            if address in shared:
+                known = self._written.get(address, (storage, set()))[1]
+                self._written[address] = (storage, known | {("in", unit, 0)})
+        self._written_inside.clear()
+
+    def _note_edits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tags: set[Tag], where: int) -> None:
         if not func._schema.is_mutable:
             return
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if isinstance(value, Tensor) and value in self._outputs:
-                self.record.edited_in_place[self._outputs[value]].add(where)
+            for value in tensor_leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
+                address = _address(value)
+                if address is None:
+                    continue
+                if self.inside is not None:
+                    self._written_inside[address] = value.untyped_storage()
+                    continue
+                known = self._written.get(address, (None, set()))[1]
+                self._written[address] = (value.untyped_storage(), known | tags)
+                for tensor, tag in list(self._outputs.items()):
+                    if _address(tensor) == address:
+                        self.record.edited_in_place[tag].add(where)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         fake = any(is_fake(operand) for operand in operands)
@@ -150,7 +192,10 @@ class Dataflow(TorchDispatchMode):
                     self._sized_by_data()
                 return func(*args, **kwargs)
             # An intermediate's value is unknown here; a number that is neither zero nor special keeps user code going.
-            return False if operands[0].dtype == torch.bool else 1.0 if operands[0].dtype.is_floating_point else 1
+            # Checks are taken to pass: `x.all()` is true, other conditions (`x.any()`) are not.
+            if operands[0].dtype == torch.bool:
+                return operands[0] in self._all_true
+            return 1.0 if operands[0].dtype.is_floating_point else 1
         if fake and name == "aten::index":
             args = (args[0], self._concrete_masks(args[1]), *args[2:])
         elif fake and name == "aten::masked_select":
@@ -182,6 +227,11 @@ class Dataflow(TorchDispatchMode):
     def _sized_by_data(self) -> None:
         if self.record.data_sized_at is None:
             self.record.data_sized_at = self.position
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Identifies the memory of a tensor, which views of it share; None for sparse layouts."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
 def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lightning_bigmodel.pipeline.trace import LeafSpec, StepTrace
 from lightning_bigmodel.pipeline.tree import map_leaves, tensor_leaves
 
-__all__ = ["StageBoundary", "StagePlan", "StageRun", "gate", "is_gated", "ungate"]
+__all__ = ["StageBoundary", "StagePlan", "StageRun", "active", "current_run", "gate", "is_gated", "ungate"]
 
 
 class StageBoundary(BaseException):
@@ -38,7 +39,7 @@ class StagePlan:
         received: (unit, leaf) of each tensor that arrives, in order.
         sent: (unit, leaf) of each tensor that leaves, in order.
         position_of: (module, nth call) -> position.
-        touched: Positions whose outputs are edited in place by later code, so that stand-ins need memory of their own.
+        touched: Positions whose outputs code between units edits in place: each stage needs copies of its own.
     """
 
     trace: StepTrace
@@ -85,8 +86,10 @@ class _Identity(torch.autograd.Function):
         return gradients[0]
 
 
-def as_output(tensor: Tensor) -> Tensor:
+def as_output(tensor: Tensor, *, own_memory: bool) -> Tensor:
     """A received leaf as if a block of this rank had just returned it."""
+    if own_memory:
+        return tensor.clone()
     if not tensor.requires_grad:
         return tensor
     result: Tensor = _Identity.apply(tensor)  # type: ignore[no-untyped-call]
@@ -108,25 +111,28 @@ class StageRun:
         plan: What to do.
         inputs: Received tensors, in the order of `plan.received`.
         device: Where stand-ins are made.
-        on_compute: Called once, before the first unit of the stage computes.
+        computing: Entered around each unit that computes.
         fill: Value of the stand-ins for a position (NaN; others are for finding out who read one).
     """
 
     plan: StagePlan
     inputs: Sequence[Tensor]
     device: torch.device
-    on_compute: Callable[[], None]
+    computing: Callable[[], AbstractContextManager[None]]
     fill: Callable[[int], float] = field(default=lambda position: float("nan"))
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     is_live: bool = False
     reached_end: bool = False
     _inside: bool = False
-    _computing: bool = False
     _counts: Counter[nn.Module] = field(default_factory=Counter)
     _arrived: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._arrived = {key: as_output(tensor) for key, tensor in zip(self.plan.received, self.inputs, strict=True)}
+        # What code between units edits in place travels as it was before: every stage repeats the edit on a copy.
+        self._arrived = {
+            key: as_output(tensor, own_memory=key[0] in self.plan.touched)
+            for key, tensor in zip(self.plan.received, self.inputs, strict=True)
+        }
         # Code before the first block belongs to the first stage; code between two blocks to the stage of the later one.
         self.is_live = self.plan.first == 0
 
@@ -151,12 +157,10 @@ class StageRun:
             )
         if position < self.plan.first:
             return self._hand_on(module, position, args, kwargs)
-        if not self._computing:
-            self._computing = True
-            self.on_compute()
         self._inside = True
         try:
-            output = compute(*args, **kwargs)
+            with self.computing():
+                output = compute(*args, **kwargs)
         finally:
             self._inside = False
         self._keep(position, output)
@@ -203,7 +207,7 @@ class StageRun:
                     f"{spec.shape} {spec.dtype}. The shape of a value that travels between stages must follow from the "
                     "shapes in the batch."
                 )
-            self.outputs[key] = tensor
+            self.outputs[key] = tensor.clone() if position in self.plan.touched else tensor
 
     def sent_tensors(self) -> list[Tensor]:
         """What leaves the stage, in the order of `plan.sent`; values only passing through are the received leaves."""
@@ -240,9 +244,9 @@ def _refuse_absent(module: nn.Module) -> None:
     """Refuse to compute with parameters of another rank (one NaN expanded to their shape)."""
     if any(p.numel() > 1 and not any(p.stride()) for p in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__} is called outside of a training, validation, test or predict step, but its parameters "
-            "are on another rank of the pipeline. Only steps run through the pipeline: move the call into one (for example "
-            "a `predict_step`), or make it after the run, when every rank has the whole model again."
+            f"{type(module).__name__} is called outside of a training, validation, test or predict step, but its "
+            "parameters are on another rank of the pipeline. Only steps run through the pipeline: move the call into one "
+            "(for example a `predict_step`), or make it after the run, when every rank has the whole model again."
         )
 
 

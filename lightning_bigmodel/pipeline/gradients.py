@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["GradientWindow"]
+__all__ = ["GradientWindow", "clip_by_norm"]
 
 SumTensors = Callable[[Sequence[Tensor], "dist.ProcessGroup | None"], None]
 

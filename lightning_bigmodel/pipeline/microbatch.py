@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lightning_bigmodel.pipeline.tree import children, rebuild, tensor_leaves
 
-__all__ = ["MicrobatchWeight", "batch_size", "join_outputs", "microbatch_weights", "split_batch"]
+__all__ = [
+    "MicrobatchWeight",
+    "batch_size",
+    "check_weight",
+    "join_outputs",
+    "microbatch_weights",
+    "split_batch",
+    "weighted_mean",
+]
 
 MicrobatchWeight = str | Callable[[Any], "float | Tensor"]
 _NAMED_WEIGHTS = ("samples", "equal", "sum")

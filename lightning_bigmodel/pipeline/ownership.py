@@ -33,6 +33,7 @@ def _runs(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Ten
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None) -> None:
+    """Send each (source, tensor) from its source within the group to all, in place, several in one message."""
     for run in _runs(tensors):
         source = run[0][0]
         flat = torch.cat([tensor.detach().reshape(-1) for _, tensor in run])

@@ -172,9 +172,9 @@ def _refuse_leaks(trace: StepTrace, stage_at: Callable[[int], int]) -> None:
             raise PartitionError(
                 f"A value made inside `{trace.units[unit].name}` (pipeline stage {stage_at(unit)}) is used by "
                 f"{', '.join(sorted(set(where)))} (stage {', '.join(map(str, users))}) without being returned by the "
-                "block: it was kept in an attribute or caught by a hook, as router losses are. It cannot travel "
-                "between stages, and its gradient would be lost. Return it from the block, or apply its loss inside "
-                "the block."
+                "block: it was kept in an attribute, written into an argument in place, or caught by a hook, as router "
+                "losses are. It cannot travel between stages, and its gradient would be lost. Return it from the "
+                "block, or apply its loss inside the block."
             )
     for tag, positions in trace.flow.consumers.items():
         if tag[0] == "random" and len({stage_at(position) for position in positions}) > 1:
@@ -183,13 +183,3 @@ def _refuse_leaks(trace: StepTrace, stage_at: Callable[[int], int]) -> None:
                 "pipeline stages; each stage would draw other numbers. Put it into a module (nn.Dropout) or into a "
                 "block."
             )
-    for (_, unit, _), positions in trace.flow.edited_in_place.items():
-        carried_on = max(trace.flow.consumers.get(("out", unit, 0), {unit}), default=unit)
-        if {stage_at(position) for position in positions} and stage_at(min(positions)) < stage_at(carried_on):
-            later = [p for p in trace.flow.consumers[("out", unit, 0)] if stage_at(p) > stage_at(min(positions))]
-            if later:
-                raise PartitionError(
-                    f"The output of `{trace.units[unit].name}` is edited in place between blocks and used on pipeline "
-                    f"stages {stage_at(min(positions))} and {stage_at(later[0])}; the edit would be applied twice. Use "
-                    "an out-of-place operation (`x = x + y` instead of `x += y`)."
-                )

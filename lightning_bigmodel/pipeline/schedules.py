@@ -18,7 +18,16 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lightning_bigmodel import _host
 
-__all__ = ["SCHEDULES", "ScheduleSpec", "build_schedule", "check_schedule", "run_schedule", "stages_of_rank"]
+__all__ = [
+    "SCHEDULES",
+    "ScheduleSpec",
+    "build_schedule",
+    "check_schedule",
+    "rank_of_stage",
+    "run_forwards",
+    "run_schedule",
+    "stages_of_rank",
+]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bigmodel.mesh.rng import capture_rng, restore_rng, seed_all
+from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng, seed_all
 from lightning_bigmodel.pipeline.backward import SplitBackward
 from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
 from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
 
-__all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule"]
+__all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule", "loss_of"]
 
 
 @dataclass
@@ -81,12 +81,30 @@ class StageModule(nn.Module):
 
 
 @contextmanager
-def _random_streams(task: MicrobatchTask) -> Iterator[Callable[[], None]]:
+def _random_streams(task: MicrobatchTask) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Code outside of units draws equal numbers on every stage; units draw from a stream of their stage."""
     ambient = capture_rng()
     seed_all(task.shared_seed)
+    of_stage: RngState | None = None
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        nonlocal of_stage
+        if of_stage is not None and not task.plan.trace.flow.draws_between_units:
+            yield  # nobody draws from the shared stream any more: stay in the stage's
+            return
+        shared = capture_rng()
+        if of_stage is None:
+            seed_all(task.stage_seed)
+        else:
+            restore_rng(of_stage)
+        yield
+        of_stage = capture_rng()
+        if task.plan.trace.flow.draws_between_units:
+            restore_rng(shared)
+
     try:
-        yield lambda: seed_all(task.stage_seed)
+        yield computing
     finally:
         restore_rng(ambient)
 
@@ -203,8 +221,8 @@ class MicrobatchStage:
         inputs: Sequence[Tensor],
         fill: Callable[[int], float] = lambda position: float("nan"),
     ) -> tuple[StageRun, Any]:
-        with _random_streams(task) as use_stage_stream:
-            run = StageRun(task.plan, inputs, self.device, use_stage_stream, fill)
+        with _random_streams(task) as computing:
+            run = StageRun(task.plan, inputs, self.device, computing, fill)
             return run, self.submod(run, task.step)
 
     def _explain_nan(self, task: MicrobatchTask, inputs: Sequence[Tensor]) -> None:
@@ -352,7 +370,9 @@ def loss_of(result: Any) -> Tensor | None:
 
 
 def _sum_or_zeros(like: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
-    # The previous stage waits for a gradient of every value that requires one, used on this stage or not.
-    if first is None:
-        return torch.zeros_like(like) if second is None else second.contiguous()
-    return first.contiguous() if second is None else first + second
+    # The previous stage waits for a gradient of every value that requires one, used on this stage or not; and only
+    # contiguous memory can be sent, which neither a gradient nor a sum of two need be.
+    found = [gradient for gradient in (first, second) if gradient is not None]
+    if not found:
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    return (found[0] if len(found) == 1 else found[0] + found[1]).contiguous()

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_bigmodel._host import FakeTensorMode
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
 from lightning_bigmodel.pipeline.dataflow import Dataflow, FlowRecord
 from lightning_bigmodel.pipeline.tree import leaves, map_leaves, tensor_leaves
 
-__all__ = ["LeafSpec", "StepTrace", "TraceError", "UnitCall", "call_order", "trace_step"]
+__all__ = ["LeafSpec", "StepTrace", "TraceError", "UnitCall", "call_order", "is_metric", "trace_step"]
 
 _SMALL_BUFFER_ELEMENTS = 1 << 20
 _MAX_DEPTH = 3  # of containers in attributes whose changes are undone
@@ -297,10 +298,23 @@ class _Recorder:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._flow.inside is not None:
             return
+        self._refuse_reentrant(module)
         owns_parameters = next(module.parameters(), None) is not None
         self._stack.append((module, owns_parameters))
         if owns_parameters:
             self._flow.enter(len(self.calls), module, (args, kwargs))
+
+    def _refuse_reentrant(self, module: nn.Module) -> None:
+        if torch.is_grad_enabled():
+            return
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                raise TraceError(
+                    f"`{self._candidates[module]}` runs inside `torch.utils.checkpoint(..., use_reentrant=True)`, which "
+                    "builds its graph in backward only: no pipeline stage can end there. Use `use_reentrant=False`."
+                )
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._stack or self._stack[-1][0] is not module:
@@ -368,7 +382,7 @@ def trace_step(
             root.__dict__["log"] = log(flow)
         with recorder.hooked(), flow:
             result = step()
-            flow.consume(result, len(recorder.calls))
+            flow.finish(result)
         trained = _trained_keys(result, keys)
     units = tuple(
         replace(call, flops=flow.record.flops[index], saved_bytes=recorder.saved_bytes[index])

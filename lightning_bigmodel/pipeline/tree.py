@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["children", "leaves", "map_leaves", "map_tensors", "rebuild", "structure", "tensor_leaves"]
+__all__ = ["children", "detached", "leaves", "map_leaves", "map_tensors", "rebuild", "structure", "tensor_leaves"]
 
 
 def _is_namedtuple(value: Any) -> bool:
@@ -67,7 +67,8 @@ def rebuild(container: Any, values: Sequence[Any]) -> Any:
             rebuilt[key] = child  # type: ignore[index]  # Mapping has no __setitem__; concrete batch types do
         return rebuilt
     if _is_namedtuple(container):
-        return type(container)(*values)
+        # Not through the constructor, which may look at what it is given (PackedSequence's does).
+        return tuple.__new__(type(container), values)
     if isinstance(container, (list, tuple)):
         return type(container)(values)
     rebuilt = copy.copy(container)

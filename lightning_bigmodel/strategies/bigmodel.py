@@ -26,47 +26,42 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bigmodel import _host
-from lightning_bigmodel.mesh import Layout, MeshLoader, RankMesh, build_pipe_subgroups, build_rank_mesh, seeded_rng
+from lightning_bigmodel.mesh import Layout, MeshLoader, build_pipe_subgroups, build_rank_mesh, seeded_rng
 from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
 from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
 from lightning_bigmodel.pipeline.blocks import check_blocks
-from lightning_bigmodel.pipeline.engine import PipelineEngine, StepOutcome
-from lightning_bigmodel.pipeline.gate import current_run
-from lightning_bigmodel.pipeline.gradients import GradientWindow, clip_by_norm
+from lightning_bigmodel.pipeline.engine import PipelineEngine
+from lightning_bigmodel.pipeline.gradients import GradientWindow
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
-from lightning_bigmodel.pipeline.ownership import ParameterShare, broadcast_module, broadcast_tensors
-from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
+from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
+from lightning_bigmodel.strategies.collectives import CollectiveHooks
 from lightning_bigmodel.strategies.combinations import check_module, check_optimizers, check_precision
 from lightning_bigmodel.strategies.predictions import gather_predictions
+from lightning_bigmodel.strategies.steps import StepHooks
 
 __all__ = ["BigModelStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class BigModelStrategy(CheckpointMixin, ParallelStrategy):
+class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
     """Train an unchanged LightningModule over a pipeline of ranks and data-parallel replicas of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
@@ -155,20 +150,6 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         self._process_group_backend, self._timeout = process_group_backend, timeout
         if isinstance(pipeline_parallel_size, int):
             self._microbatches_for(pipeline_parallel_size)
-        self._mesh: RankMesh | None = None
-        self._engine: PipelineEngine | None = None
-        self._window: GradientWindow | None = None
-        self._share: ParameterShare | None = None  # outlives the run: checkpoints may be saved after it
-        self._num_steps = 0
-        self._guard: FailureGuard | None = None
-        self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._seed = 0
-        self._num_batches_moved = 0
-        self._is_replaying = False
-        self._blocks_sync = False
-        self._shards_data = True
-        self._skipped_batch = self._hides_world_size = False
-        self._failed = False
 
     def _microbatches_for(self, pipeline_size: int) -> int:
         """The number of micro-batches on a pipeline of that many ranks, checked against the schedule."""
@@ -180,28 +161,6 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         return self._num_microbatches
 
     # -- ranks and groups ----------------------------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> RankMesh:
-        """This rank's place in the mesh.
-
-        Raises:
-            RuntimeError: Before the processes have started.
-        """
-        if self._mesh is None:
-            raise RuntimeError("The mesh exists only while the Trainer runs, after its processes have started.")
-        return self._mesh
-
-    @property
-    def engine(self) -> PipelineEngine:
-        """What runs the steps.
-
-        Raises:
-            RuntimeError: Before the model is set up.
-        """
-        if self._engine is None:
-            raise RuntimeError("The pipeline exists only while the Trainer runs, after the model was set up.")
-        return self._engine
 
     @property
     @override
@@ -228,7 +187,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _host.script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -245,10 +204,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
             self._subgroups = {}
             self._seed = self.broadcast(torch.initial_seed() % (1 << 62))
         assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._mesh.device_mesh
-
-    def _phase(self, name: str) -> AbstractContextManager[Any]:
-        return self._guard.phase(name) if self._guard is not None else nullcontext()
+        _host.set_device_mesh(self.lightning_module, self._mesh.device_mesh)
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -331,7 +287,7 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
         assert self.engine.share is not None
         self.engine.share.move_to(self.root_device)
         assert self.lightning_module is not None
-        self.lightning_module._device = self.root_device
+        _host.set_device(self.lightning_module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -359,251 +315,12 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
                 shard=self._shards_data,
             )
 
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         # Transfer hooks may augment; every rank of a pipeline must draw the same numbers for it.
         self._num_batches_moved += 1
         with seeded_rng(derive_seed(self._seed, self.mesh.data_rank, self._num_batches_moved)):
             return super().batch_to_device(batch, device, dataloader_idx)
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:
-        """The user's step as a function of the (micro-)batch alone, under the precision plugin's context."""
-        module = self.lightning_module
-        contexts = {
-            "training_step": self.precision_plugin.train_step_context,
-            "validation_step": self.precision_plugin.val_step_context,
-            "test_step": self.precision_plugin.test_step_context,
-            "predict_step": self.precision_plugin.predict_step_context,
-        }
-        method = getattr(module, name)
-        rest = _host.step_arguments(method, args[1:])
-
-        def step(batch: Any) -> Any:
-            with contexts[name]():
-                return method(batch, *rest)
-
-        return step
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, batch_index = args[0], args[1] if len(args) > 1 else 0
-        loader = _host.train_loader(self._trainer())
-        counts = not (isinstance(loader, MeshLoader) and loader.is_padding(batch_index))
-        step = self._step("training_step", (*args, *kwargs.values()))
-        window = self._window
-        assert window is not None
-        with self._phase("training_step"):
-            if not self.engine.is_pipelined:
-                outcome = self.engine.observe(batch, step, counts=counts)
-                self._replay(outcome)
-                if outcome.result is None:
-                    return self._skip_batch()
-                scale = self._scale(outcome.weight)
-                loss = scaled_backward(_loss(outcome.result), scale)
-            else:
-                outcomes: list[StepOutcome] = []
-                scale_later: list[Callable[[Tensor], Tensor | float]] = []
-
-                def schedule() -> Tensor | None:
-                    outcomes.append(self.engine.train(batch, step, counts=counts))
-                    return outcomes[0].loss
-
-                scheduled = run_as_one_node(
-                    schedule, self.engine.trained_parameters(), lambda outer: scale_later[0](outer)
-                )
-                outcome = outcomes[0]
-                self._replay(outcome)
-                if scheduled is None:
-                    return self._skip_batch()
-                scale_later.append(self._scale(outcome.weight))
-                loss = scheduled
-        if isinstance(outcome.result, Mapping):
-            return {**outcome.result, "loss": loss}
-        return loss
-
-    def _skip_batch(self) -> None:
-        """No loss, as in one process: nothing is added to the gradients, but other data ranks may add theirs."""
-        assert self._window is not None
-        self._window.add(0.0)
-        self._skipped_batch = True
-
-    @override
-    def post_training_step(self) -> None:
-        # Lightning asks for the world size right after this hook, only to refuse a step without a loss on several ranks
-        # (its own strategies would wait for each other). Here all ranks of a pipeline skip together, and data ranks
-        # that skip still take part in the sum.
-        self._hides_world_size, self._skipped_batch = self._skipped_batch, False
-
-    @property
-    @override
-    def world_size(self) -> int:
-        if self._hides_world_size:
-            self._hides_world_size = False
-            return 1
-        return super().world_size
-
-    def _scale(self, weight: float) -> Callable[[Tensor], Tensor | float]:
-        """How the incoming gradient of a batch's loss scales its gradients.
-
-        Lightning divides the loss by `accumulate_grad_batches`; the window divides by the weights that really came.
-        """
-        window = self._window
-        assert window is not None
-        factor = window.add(weight)
-        if self._microbatch_weight != "equal":
-            factor *= self._trainer().accumulate_grad_batches
-
-        def scale(outer: Tensor) -> Tensor | float:
-            return float(outer) * factor if outer.device.type == "cpu" else outer * factor
-
-        return scale
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("validation_step", (*args, *kwargs.values()))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("test_step", (*args, *kwargs.values()))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("predict_step", (*args, *kwargs.values()))
-
-    def _evaluation_step(self, name: str, args: tuple[Any, ...]) -> Any:
-        with self._phase(name):
-            outcome = self.engine.evaluate(name, args[0], self._step(name, args))
-            self._replay(outcome)
-            return outcome.result
-
-    def _replay(self, outcome: StepOutcome) -> None:
-        """Log on every rank, once, what one process would have logged.
-
-        In training the values are those of all data ranks already. In evaluation data ranks may have different numbers
-        of batches: a value logged by step stays with its rank, and only the epoch's end is a collective.
-        """
-        module = self.lightning_module
-        assert module is not None
-        modules = dict(module.named_modules()) if outcome.metric_values else {}
-        training = self._trainer().training
-        self._is_replaying = True
-        try:
-            for entry, value, num_samples in outcome.logs:
-                if value is None:
-                    assert entry.metric is not None
-                    metric: Any = modules[entry.metric]
-                    metric._forward_cache = outcome.metric_values.get(entry.metric)
-                    module.log(entry.name, metric, **entry.options)
-                    continue
-                summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
-                if summed_already:
-                    _host.silence_sync_advice(entry.name)
-                options = {**entry.options, "sync_dist": not summed_already}
-                module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
-        finally:
-            self._is_replaying = False
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if not self._blocks_sync:
-            self._synchronize_gradients()
-
-    def _synchronize_gradients(self) -> None:
-        if self._window is not None:
-            with self._phase("gradient synchronisation"):
-                self._window.synchronize()
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        self._blocks_sync = True
-        try:
-            yield
-        finally:
-            self._blocks_sync = False
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        def synchronized_closure() -> Any:
-            result = closure()
-            self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
-            return result
-
-        with self._phase("optimizer_step"):
-            return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        share = self.engine.share
-        assert share is not None
-        counted = {id(parameter) for parameter in share.counted}
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        clip_by_norm(
-            [p.grad for p in parameters],
-            [p.grad for p in parameters if id(p) in counted],
-            float(clip_val),
-            self.mesh.pipe_group,
-        )
-
-    # -- collectives ---------------------------------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            with self._phase(f"barrier {name or ''}".strip()):
-                dist.barrier(group=self.mesh.model_group if self._mesh is not None and self.world_size == 1 else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized() or self.world_size == 1:
-            return obj
-        payload = [obj]
-        dist.broadcast_object_list(payload, src)
-        return payload[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Reduce over the data ranks: the ranks of one pipeline hold one value between them."""
-        if not isinstance(tensor, Tensor) or self._is_replaying:
-            return tensor
-        operation = str(reduce_op).rsplit(".", 1)[-1].lower() if reduce_op is not None else "mean"
-        is_mean = operation in ("mean", "avg")
-        # A mean of integers must not be floored.
-        reduced = (
-            tensor.detach().to(torch.get_default_dtype(), copy=True)
-            if is_mean and not (tensor.is_floating_point())
-            else tensor.detach().clone()
-        )
-        size = self.mesh.data_size
-        if size > 1:
-            operations = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
-            dist.all_reduce(reduced, operations.get(operation, dist.ReduceOp.SUM), group=group or self.mesh.data_group)
-            if is_mean:
-                reduced = reduced / (dist.get_world_size(group) if group is not None else size)
-        return reduced
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data ranks; also inside a step, which only the ranks of one stage run to its end."""
-        if current_run() is not None and sync_grads:
-            raise ValueError("`all_gather(sync_grads=True)` inside a pipelined step has no gradient to give back.")
-        return super().all_gather(tensor, group=group or self.mesh.data_group, sync_grads=sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        if self.world_size > 1:
-            dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else bool(votes)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -679,8 +396,3 @@ class BigModelStrategy(CheckpointMixin, ParallelStrategy):
             description="The model cut over all ranks",
             pipeline_parallel_size="all",
         )
-
-
-def _loss(result: Any) -> Tensor:
-    loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
-    return loss

@@ -1,0 +1,209 @@
+"""Steps, logging and gradients: what happens to one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_bigmodel import _host
+from lightning_bigmodel.mesh import MeshLoader
+from lightning_bigmodel.pipeline.engine import StepOutcome
+from lightning_bigmodel.pipeline.gradients import clip_by_norm
+from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
+from lightning_bigmodel.strategies.base import StrategyBase
+
+__all__ = ["StepHooks"]
+
+
+class StepHooks(StrategyBase):
+    """The hooks that run a user's steps and make gradients complete."""
+
+    def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:
+        """The user's step as a function of the (micro-)batch alone, under the precision plugin's context."""
+        module = self.lightning_module
+        contexts = {
+            "training_step": self.precision_plugin.train_step_context,
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }
+        method = getattr(module, name)
+        rest = _host.step_arguments(method, args[1:])
+
+        def step(batch: Any) -> Any:
+            with contexts[name]():
+                return method(batch, *rest)
+
+        return step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, batch_index = args[0], args[1] if len(args) > 1 else 0
+        loader = _host.train_loader(self._trainer())
+        counts = not (isinstance(loader, MeshLoader) and loader.is_padding(batch_index))
+        step = self._step("training_step", (*args, *kwargs.values()))
+        window = self._window
+        assert window is not None
+        with self._phase("training_step"):
+            if not self.engine.is_pipelined:
+                outcome = self.engine.observe(batch, step, counts=counts)
+                self._replay(outcome)
+                if outcome.result is None:
+                    return self._skip_batch()
+                scale = self._scale(outcome.weight)
+                loss = scaled_backward(_loss(outcome.result), scale)
+            else:
+                outcomes: list[StepOutcome] = []
+                scale_later: list[Callable[[Tensor], Tensor | float]] = []
+
+                def schedule() -> Tensor | None:
+                    outcomes.append(self.engine.train(batch, step, counts=counts))
+                    return outcomes[0].loss
+
+                scheduled = run_as_one_node(
+                    schedule, self.engine.trained_parameters(), lambda outer: scale_later[0](outer)
+                )
+                outcome = outcomes[0]
+                self._replay(outcome)
+                if scheduled is None:
+                    return self._skip_batch()
+                scale_later.append(self._scale(outcome.weight))
+                loss = scheduled
+        if isinstance(outcome.result, Mapping):
+            return {**outcome.result, "loss": loss}
+        return loss
+
+    def _skip_batch(self) -> None:
+        """No loss, as in one process: nothing is added to the gradients, but other data ranks may add theirs."""
+        assert self._window is not None
+        self._window.add(0.0)
+        self._skipped_batch = True
+
+    @override
+    def post_training_step(self) -> None:
+        # Lightning asks for the world size right after this hook, only to refuse a step without a loss on several ranks
+        # (its own strategies would wait for each other). Here all ranks of a pipeline skip together, and data ranks
+        # that skip still take part in the sum.
+        self._hides_world_size, self._skipped_batch = self._skipped_batch, False
+
+    @property
+    @override
+    def world_size(self) -> int:
+        if self._hides_world_size:
+            self._hides_world_size = False
+            return 1
+        return super().world_size
+
+    def _scale(self, weight: float) -> Callable[[Tensor], Tensor | float]:
+        """How the incoming gradient of a batch's loss scales its gradients.
+
+        Lightning divides the loss by `accumulate_grad_batches`; the window divides by the weights that really came.
+        """
+        window = self._window
+        assert window is not None
+        factor = window.add(weight)
+        if self._microbatch_weight != "equal":
+            factor *= self._trainer().accumulate_grad_batches
+
+        def scale(outer: Tensor) -> Tensor | float:
+            return float(outer) * factor if outer.device.type == "cpu" else outer * factor
+
+        return scale
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation_step", (*args, *kwargs.values()))
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test_step", (*args, *kwargs.values()))
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("predict_step", (*args, *kwargs.values()))
+
+    def _evaluation_step(self, name: str, args: tuple[Any, ...]) -> Any:
+        with self._phase(name):
+            outcome = self.engine.evaluate(name, args[0], self._step(name, args))
+            self._replay(outcome)
+            return outcome.result
+
+    def _replay(self, outcome: StepOutcome) -> None:
+        """Log on every rank, once, what one process would have logged.
+
+        In training the values are those of all data ranks already. In evaluation data ranks may have different numbers
+        of batches: a value logged by step stays with its rank, and only the epoch's end is a collective.
+        """
+        module = self.lightning_module
+        assert module is not None
+        modules = dict(module.named_modules()) if outcome.metric_values else {}
+        training = self._trainer().training
+        self._is_replaying = True
+        try:
+            for entry, value, num_samples in outcome.logs:
+                if value is None:
+                    assert entry.metric is not None
+                    metric: Any = modules[entry.metric]
+                    metric._forward_cache = outcome.metric_values.get(entry.metric)
+                    module.log(entry.name, metric, **entry.options)
+                    continue
+                summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
+                if summed_already:
+                    _host.silence_sync_advice(entry.name)
+                options = {**entry.options, "sync_dist": not summed_already}
+                module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
+        finally:
+            self._is_replaying = False
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if not self._blocks_sync:
+            self._synchronize_gradients()
+
+    def _synchronize_gradients(self) -> None:
+        if self._window is not None:
+            with self._phase("gradient synchronisation"):
+                self._window.synchronize()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._blocks_sync = True
+        try:
+            yield
+        finally:
+            self._blocks_sync = False
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def synchronized_closure() -> Any:
+            result = closure()
+            self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
+            return result
+
+        with self._phase("optimizer_step"):
+            return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        share = self.engine.share
+        assert share is not None
+        counted = {id(parameter) for parameter in share.counted}
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        clip_by_norm(
+            [p.grad for p in parameters],
+            [p.grad for p in parameters if id(p) in counted],
+            float(clip_val),
+            self.mesh.pipe_group,
+        )
+
+
+def _loss(result: Any) -> Tensor:
+    loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
+    return loss
