@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_bigmodel._host import is_fake
 from lightning_bigmodel.pipeline.tree import leaves, map_tensors, tensor_leaves
 
-__all__ = ["Dataflow", "FlowRecord", "Tag"]
+__all__ = ["Dataflow", "FlowRecord", "PythonReads", "Tag"]
 
 # ("out", unit, leaf) a unit's output; ("in", unit, 0) a value inside a unit; ("param", id, 0) a parameter used outside
 # its unit; ("random", n, 0) the result of a random operator between units.
@@ -34,6 +35,7 @@ _SIZED_BY_DATA = {
     "aten::unique_consecutive",
     "aten::unique_dim",
 }
+_READS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 
 
 @dataclass
@@ -88,6 +90,11 @@ class Dataflow(TorchDispatchMode):
         """Note that code at `position` reads every tensor in `value`."""
         for tag in self.tags(tensor_leaves(value)):
             self._note(tag, position)
+
+    def note_number(self, tensor: Tensor) -> None:
+        """A value is read into Python."""
+        if self.inside is None:
+            self._numbers |= self.tags([tensor])
 
     def finish(self, result: Any) -> None:
         """The step returned `result`."""
@@ -148,7 +155,7 @@ class Dataflow(TorchDispatchMode):
                 self._num_random += 1
         elif isinstance(output, (bool, int, float)):
             self._numbers |= tags
-        elif func._overloadpacket is torch.ops.aten.all:
+        elif func._schema.name in ("aten::all", "aten::_is_all_true"):
             self._all_true[output] = True
         for tensor in tensor_leaves(output):
             if id(tensor) not in self._parameters:
@@ -210,7 +217,10 @@ class Dataflow(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except Exception:  # the shape rule of this operator is stricter than its kernel, or there is none
-            return _run_on_zeros(func, args, kwargs)
+            output = _run_on_zeros(func, args, kwargs)
+            if name == "aten::_pack_padded_sequence":  # the second output holds lengths, which the batch gives
+                return output[0], _run_on_zeros(func, args, kwargs, fake=False)[1]
+            return output
 
     def _concrete_masks(self, indices: Any) -> list[Any]:
         """Boolean masks made from the batch become index lists, whose sizes a fake operator can use."""
@@ -229,13 +239,31 @@ class Dataflow(TorchDispatchMode):
             self.record.data_sized_at = self.position
 
 
+class PythonReads(TorchFunctionMode):
+    """Lets a step read values out by `.numpy()` and `.tolist()`, which no dispatch mode sees. Of fake ones it gets ones."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            tensor = args[0]
+            self._flow.note_number(tensor)
+            if is_fake(tensor):
+                args = (torch.ones(tensor.shape, dtype=tensor.dtype), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 def _address(tensor: Tensor) -> int | None:
     """Identifies the memory of a tensor, which views of it share; None for sparse layouts."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
-def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one operator for real, on zeros of the right shapes, and forget the values."""
+def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, fake: bool = True) -> Any:
+    """Run one operator for real, on zeros of the right shapes, and forget the values (if `fake`)."""
     mode: Any = None
 
     def real(tensor: Tensor) -> Tensor:
@@ -246,4 +274,4 @@ def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     output = func(*map_tensors(real, args), **map_tensors(real, kwargs))
-    return map_tensors(mode.from_tensor, output)
+    return map_tensors(mode.from_tensor, output) if fake else output

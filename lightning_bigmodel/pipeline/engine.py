@@ -9,7 +9,7 @@ This is the plain-torch heart of the strategy:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,11 +44,12 @@ from lightning_bigmodel.pipeline.schedules import (
 from lightning_bigmodel.pipeline.stage import MicrobatchStage, MicrobatchTask, StageModule, loss_of
 from lightning_bigmodel.pipeline.step_log import LogEntry, StepLog, combine_logs
 from lightning_bigmodel.pipeline.step_state import StepState
-from lightning_bigmodel.pipeline.tree import detached, map_tensors
+from lightning_bigmodel.pipeline.tree import detached, map_tensors, tensor_leaves
 
 __all__ = ["PipelineEngine", "StepOutcome"]
 
 Step = Callable[[Any], Any]
+_SMALL_RESULT_BYTES = 64 * 1024
 
 
 @contextmanager
@@ -68,7 +69,8 @@ class StepOutcome:
     """What one step gave, the same on every rank of a pipeline.
 
     Attributes:
-        result: What the user's step returned for the whole batch (None if it returned None for all of it).
+        result: What the user's step returned for the whole batch (None if it returned None for all of it); of a training
+            step in a schedule, what it returned beside the loss.
         loss: Its loss: the weighted mean over micro-batches; None outside of training or where there was none.
         weight: Weight of this rank's batch in the mean over an accumulation window and data ranks.
         logs: (entry, value, batch size) of everything logged (see `step_log.combine_logs`).
@@ -93,6 +95,7 @@ class _Payload:
     is_last: bool = False
     losses: list[Tensor | None] = field(default_factory=list)
     result: Any = None
+    result_follows: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
 
@@ -246,7 +249,7 @@ class PipelineEngine:
         self._set_tasks("train", microbatches, shares, weights, step, log)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedule, self.num_microbatches, self.device)
-        own = self._payload(log if counts else None, before, microbatches, shares)
+        own = self._payload("train", log if counts else None, before, microbatches, shares)
         if not self._checked_gradients:
             own.missing = self._untrained_names()
         group = dist.group.WORLD if self.mesh.data_size > 1 else self.mesh.model_group
@@ -290,7 +293,7 @@ class PipelineEngine:
             else:
                 self._set_tasks(kind, [batch], [1.0], [log.weight], step, log)
                 run_forwards(self._stages, 1)
-        own = self._payload(log, before, [batch], [1.0])
+        own = self._payload(kind, log, before, [batch], [1.0])
         if self.num_stages == 1:
             own.result = result
         return self._outcome(self._exchange(own, self.mesh.model_group), before)
@@ -320,15 +323,15 @@ class PipelineEngine:
             for index, microbatch in enumerate(microbatches):
                 # The stages of one data rank share the stream of code outside of units; units draw from their own.
                 seeds = (self._seed, self.num_steps, index, self.mesh.data_rank)
+                plan = plans[index][stage.stage_index]
                 call = self._call(
                     step,
-                    microbatch,
+                    map_tensors(torch.clone, microbatch) if plan.trace.edits_batch else microbatch,
                     weights[index],
                     log,
                     keeps_state=stage.is_last,
                     returns_loss=kind == "train" and stage.is_last,
                 )
-                plan = plans[index][stage.stage_index]
                 shared, own = derive_seed(*seeds), derive_seed(*seeds, 1 + stage.stage_index)
                 tasks.append(MicrobatchTask(call, plan, shares[index], shared, own))
             stage.tasks = tasks
@@ -359,7 +362,7 @@ class PipelineEngine:
         return _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, parts)
 
     def _payload(
-        self, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]
+        self, kind: str, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]
     ) -> _Payload:
         payload = self._logged(log)
         last = next((stage for stage in self._stages if stage.is_last), None)
@@ -370,6 +373,8 @@ class PipelineEngine:
             payload.losses = [None if task.loss is None else task.loss.detach().cpu() for task in last.tasks]
             results = [detached(task.result) for task in last.tasks]
             joined = join_outputs(results, [batch_size(microbatch) for microbatch in microbatches], shares)
+            if "train" in kind:  # the loss is sent by itself
+                joined = {k: v for k, v in joined.items() if k != "loss"} if isinstance(joined, Mapping) else None
             payload.result = map_tensors(lambda tensor: tensor.cpu(), joined)
         payload.changes = before.changes() if self.mesh.pipe_size > 1 else {}
         for stage in self._stages:
@@ -380,7 +385,16 @@ class PipelineEngine:
     def _exchange(self, own: _Payload, group: Any) -> list[_Payload]:
         if dist.get_world_size(group) == 1:
             return [own]
-        return sorted(gather_objects(own, group), key=lambda payload: (payload.data_rank, payload.pipe_rank))
+        # A large result concerns the ranks of its own pipeline only; small ones ride along.
+        large = sum(tensor.nbytes for tensor in tensor_leaves(own.result)) > _SMALL_RESULT_BYTES
+        result, own.result, own.result_follows = own.result, None if large else own.result, large
+        payloads = sorted(gather_objects(own, group), key=lambda payload: (payload.data_rank, payload.pipe_rank))
+        last = self._last_of_pipeline(payloads)
+        if last.result_follows:
+            held = [result if last.pipe_rank == self.mesh.pipe_rank else None]
+            dist.broadcast_object_list(held, group_src=last.pipe_rank, group=self.mesh.model_group)
+            last.result = held[0]
+        return payloads
 
     def _last_of_pipeline(self, payloads: list[_Payload]) -> _Payload:
         return next(p for p in payloads if p.data_rank == self.mesh.data_rank and p.is_last)

@@ -245,8 +245,8 @@ def _refuse_absent(module: nn.Module) -> None:
     if any(p.numel() > 1 and not any(p.stride()) for p in module.parameters()):
         raise RuntimeError(
             f"{type(module).__name__} is called outside of a training, validation, test or predict step, but its "
-            "parameters are on another rank of the pipeline. Only steps run through the pipeline: move the call into one "
-            "(for example a `predict_step`), or make it after the run, when every rank has the whole model again."
+            "parameters are on another rank of the pipeline. Only steps run through the pipeline: move the call into "
+            "one (for example a `predict_step`), or make it after the run, when every rank has the whole model again."
         )
 
 

@@ -47,6 +47,8 @@ def unit_costs(trace: StepTrace) -> list[float]:
     """Cost of each unit call as a share of the whole, from its FLOPs and parameters."""
     parameters = [sum(parameter.numel() for parameter in call.module.parameters()) for call in trace.units]
     flops = [call.flops for call in trace.units]
+    if flops:
+        flops[-1] += trace.flow.flops.get(trace.end, 0)  # what comes after the last unit runs on its stage
     total_flops, total_parameters = sum(flops) or 1, sum(parameters) or 1
     return [
         (1 - _PARAMETER_SHARE) * flop / total_flops + _PARAMETER_SHARE * count / total_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_bigmodel.pipeline.gate import StagePlan
 from lightning_bigmodel.pipeline.partition import Ownership, cut_points, parameter_owners, stage_of_positions
 from lightning_bigmodel.pipeline.shapes import SizeRules
 from lightning_bigmodel.pipeline.trace import StepTrace, TraceError, call_order, trace_step
-from lightning_bigmodel.pipeline.tree import map_tensors, structure
+from lightning_bigmodel.pipeline.tree import map_tensors, structure, tensor_leaves
 
 __all__ = ["Planner"]
 
@@ -62,7 +62,7 @@ class Planner:
             self.ownership = Ownership(1, {}, {id(parameter): (0,) for parameter in self._root.parameters()})
             return self.ownership
         try:
-            order, fake = call_order(self._root, lambda: step(microbatch), self._device), True
+            order, fake = call_order(self._root, lambda: step(_copied(microbatch)), self._device), True
         except Exception as error:
             order, fake = self._order_for_real(microbatch, step, error), False
         self.tree = find_units(self._root, order, self._blocks, self.num_stages)
@@ -78,7 +78,8 @@ class Planner:
         if parameter is None or parameter.is_meta:
             raise _untraceable(error) from error
         try:
-            return call_order(self._root, lambda: step(_to(microbatch, parameter.device)), parameter.device, fake=False)
+            given = _copied(microbatch, parameter.device)
+            return call_order(self._root, lambda: step(given), parameter.device, fake=False)
         except Exception:
             raise _untraceable(error) from error
 
@@ -90,15 +91,18 @@ class Planner:
         def log(flow: Dataflow) -> Callable[..., None]:
             return lambda name, value, *args, **options: flow.consume(value, flow.position)
 
-        return trace_step(
+        given = _copied(microbatch, device)
+        versions = [tensor._version for tensor in tensor_leaves(given)]
+        trace = trace_step(
             self._root,
-            lambda: step(microbatch if fake else _to(microbatch, device)),
+            lambda: step(given),
             {module: self.tree.names[module] for module in self.tree.candidates},
             self.tree.blocks,
             device,
             log=log,
             fake=fake,
         )
+        return replace(trace, edits_batch=versions != [tensor._version for tensor in tensor_leaves(given)])
 
     def plans(self, kind: str, microbatch: Any, step: Callable[[Any], Any]) -> list[StagePlan]:
         """The plan of every stage for one micro-batch. Traces only where nothing known so far tells its shapes.
@@ -156,8 +160,10 @@ class Planner:
 _WHOLE = StepTrace((), FlowRecord(), frozenset(), False)
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), value)
+def _copied(microbatch: Any, device: torch.device | None = None) -> Any:
+    """A micro-batch that a step may write into, of tensors that keep a version (inference tensors do not)."""
+    with torch.inference_mode(False):
+        return map_tensors(lambda tensor: tensor.detach().to(device or tensor.device, copy=True), microbatch)
 
 
 def _untraceable(error: Exception) -> TraceError:

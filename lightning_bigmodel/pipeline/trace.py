@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_bigmodel._host import FakeTensorMode
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
-from lightning_bigmodel.pipeline.dataflow import Dataflow, FlowRecord
+from lightning_bigmodel.pipeline.dataflow import Dataflow, FlowRecord, PythonReads
 from lightning_bigmodel.pipeline.tree import leaves, map_leaves, tensor_leaves
 
 __all__ = ["LeafSpec", "StepTrace", "TraceError", "UnitCall", "call_order", "is_metric", "trace_step"]
@@ -87,6 +87,7 @@ class StepTrace:
         units: Calls in order; index in this tuple = position.
         flow: Consumers of every value; position `len(units)` stands for code after the last unit (the loss).
         trained: Keys of parameters that get a gradient in one process.
+        edits_batch: Whether the step writes into the tensors of its batch, so that each run of it needs a copy.
         shapes_depend_on_data: Whether sizes before the last unit may change with values, not only sizes, of the batch.
     """
 
@@ -94,6 +95,7 @@ class StepTrace:
     flow: FlowRecord
     trained: frozenset[int]
     shapes_depend_on_data: bool
+    edits_batch: bool = False
 
     @property
     def end(self) -> int:
@@ -268,7 +270,7 @@ def call_order(root: nn.Module, step: Callable[[], Any], device: torch.device, *
             root.__dict__["log"] = lambda *args, **kwargs: None
         hook = module_hooks.register_module_forward_pre_hook(before)
         try:
-            with Dataflow(keys):
+            with Dataflow(keys) as flow, PythonReads(flow):
                 step()
         finally:
             hook.remove()
@@ -312,8 +314,8 @@ class _Recorder:
             frame = frame.f_back
             if frame.f_code is CheckpointFunction.forward.__code__:
                 raise TraceError(
-                    f"`{self._candidates[module]}` runs inside `torch.utils.checkpoint(..., use_reentrant=True)`, which "
-                    "builds its graph in backward only: no pipeline stage can end there. Use `use_reentrant=False`."
+                    f"`{self._candidates[module]}` runs inside `torch.utils.checkpoint(..., use_reentrant=True)`, "
+                    "which builds its graph in backward only: no stage can end there. Use `use_reentrant=False`."
                 )
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -380,7 +382,7 @@ def trace_step(
         recorder = _Recorder(flow, candidates, frozenset(blocks))
         if log is not None:
             root.__dict__["log"] = log(flow)
-        with recorder.hooked(), flow:
+        with recorder.hooked(), flow, PythonReads(flow):
             result = step()
             flow.finish(result)
         trained = _trained_keys(result, keys)

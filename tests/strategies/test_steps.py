@@ -442,3 +442,27 @@ def test_batches_that_do_not_split_evenly(schedule: str) -> None:
         found = {**results[0][0][step], **results[1][0][step]}
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, atol=1e-6, rtol=1e-4, err_msg=name)
+
+
+class ReturnsMuch(TinyChain):
+    """Returns more than fits in a small message, in training and prediction."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "rows": batch[0].repeat(1, 4000), "names": ["a", "b"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = outputs["rows"].shape, float((outputs["rows"][:, :8] - batch[0]).abs().max()), outputs["names"]
+
+
+def _much() -> Any:
+    module = ReturnsMuch()
+    run(module, pipeline(), 4, rows(module, 4))
+    return module.seen
+
+
+def test_large_results_reach_every_rank_of_their_pipeline() -> None:
+    """Callbacks of a rank that see another replica's outputs, or none."""
+    for shape, difference, names in run_ranks(_much, 4):
+        assert tuple(shape) == (4, 32000)
+        assert difference == 0
+        assert names == ["a", "b"]
