@@ -240,7 +240,7 @@ class Dataflow(TorchDispatchMode):
 
 
 class PythonReads(TorchFunctionMode):
-    """Lets a step read values out by `.numpy()` and `.tolist()`, which no dispatch mode sees. Of fake ones it gets ones."""
+    """Lets a step read values by `.numpy()` and `.tolist()`, which no dispatch mode sees; fake values read as ones."""
 
     def __init__(self, flow: Dataflow) -> None:
         super().__init__()

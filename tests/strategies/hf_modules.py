@@ -46,6 +46,7 @@ class PretrainedModule(LightningModule):
         super().__init__()
         self.name = name
         self.options = options or {}
+        self.checkpointing = False
         self.model: nn.Module | None = None
 
     def configure_model(self) -> None:
@@ -54,6 +55,8 @@ class PretrainedModule(LightningModule):
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 self.model = MODELS[self.name].make()
+            if self.checkpointing:
+                self.model.gradient_checkpointing_enable()  # type: ignore[operator]  # a PreTrainedModel's
 
     def loss(self, output: Any) -> Tensor:
         """The loss in what the model returned."""

@@ -7,16 +7,14 @@ Each class says what about it a pipeline could get wrong. `MODULES` lists all of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODULES", "OwnModule"]
+__all__ = ["MODULES", "WIDTH", "OwnModule", "token_sequences"]
 
 WIDTH = 8
 
@@ -55,7 +53,7 @@ def _images(generator: torch.Generator, num_samples: int) -> tuple[Tensor, Tenso
     )
 
 
-def _sequences(generator: torch.Generator, num_samples: int) -> tuple[Tensor, Tensor]:
+def token_sequences(generator: torch.Generator, num_samples: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, 20, (num_samples, 7), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -206,7 +204,7 @@ class MLPMixer(OwnModule):
 class TorchTransformer(OwnModule):
     """torch's own encoder and decoder layers, called through their stacks with masks as keyword arguments."""
 
-    batch = staticmethod(_sequences)
+    batch = staticmethod(token_sequences)
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +226,7 @@ class TorchTransformer(OwnModule):
 class LSTMStack(OwnModule):
     """Blocks that return `(output, (hidden, cell))`; the last states of all of them are penalised."""
 
-    batch = staticmethod(_sequences)
+    batch = staticmethod(token_sequences)
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +248,7 @@ class LSTMStack(OwnModule):
 class FunctionalHead(OwnModule):
     """Parameters used outside of their module: the head is the embedding's weight in `F.linear`, times a bare one."""
 
-    batch = staticmethod(_sequences)
+    batch = staticmethod(token_sequences)
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,257 +299,6 @@ class Detector(OwnModule):
         return class_loss + 2 * box_loss
 
 
-# -- what blocks take and return ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class _State:
-    hidden: Tensor
-    total: Tensor
-    depth: int = 0
-
-
-class _DataclassBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, state: _State) -> _State:
-        hidden = torch.tanh(self.linear(state.hidden)) + state.hidden
-        return _State(hidden, state.total + hidden.square().mean(1), state.depth + 1)
-
-
-class DataclassBlocks(OwnModule):
-    """Blocks that take and return a dataclass with two tensors and a counter; a dict batch with a nested list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_DataclassBlock() for _ in range(4))
-
-    @staticmethod
-    def batch(generator: torch.Generator, num_samples: int) -> Any:
-        """A nested batch: tensors in a dict and in a list, names of samples, a number and None."""
-        first, second = OwnModule.batch(generator, num_samples)
-        names = [f"sample {index}" for index in range(num_samples)]
-        return {"views": [first, second], "extra": {"names": names, "scale": 0.5, "mask": None}}
-
-    def loss(self, batch: Any) -> Tensor:
-        """Alignment of the two views."""
-        first, second = batch["views"]
-        assert len(batch["extra"]["names"]) == len(first)
-        state = _State(first * batch["extra"]["scale"], first.new_zeros(len(first)))
-        for block in self.blocks:
-            state = block(state)
-        assert state.depth == 4
-        return F.mse_loss(state.hidden, second) + 0.01 * state.total.mean()
-
-
-class _Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
-
-
-class _PairBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, pair: _Pair, *, context: dict[str, Tensor]) -> _Pair:
-        left = pair.left + torch.tanh(self.left(pair.right)) * context["gain"]
-        return _Pair(left, pair.right + torch.tanh(self.right(left)))
-
-
-class Reversible(OwnModule):
-    """Blocks named `block1` to `block4`, called by name, that exchange named tuples under a keyword of tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.context = nn.Linear(WIDTH, WIDTH)
-        self.block1, self.block2, self.block3, self.block4 = (_PairBlock() for _ in range(4))
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression; the context is computed once and read by every block."""
-        inputs, targets = batch
-        context = {"gain": self.context(inputs).sigmoid()}
-        pair = _Pair(inputs, inputs.flip(1))
-        pair = self.block2(self.block1(pair, context=context), context=context)
-        pair = self.block4(self.block3(pair, context=context), context=context)
-        return F.mse_loss(pair.left, targets) + F.mse_loss(pair.right, targets.flip(1))
-
-
-class VAE(OwnModule):
-    """Two losses of values from the middle and the end; the noise is part of the batch, as layouts draw other noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(WIDTH, 12), nn.ELU(), nn.Linear(12, 12), nn.ELU())
-        self.mean, self.log_variance = nn.Linear(12, 4), nn.Linear(12, 4)
-        self.decoder = nn.Sequential(nn.Linear(4, 12), nn.ELU(), nn.Linear(12, 12), nn.ELU(), nn.Linear(12, WIDTH))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Reconstruction and divergence, logged apart and at places of different stages."""
-        inputs, noise = batch
-        hidden = self.encoder(inputs)
-        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
-        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
-        self.log("divergence", divergence)
-        latent = mean + (0.5 * log_variance).exp() * noise[:, :4]
-        reconstruction = F.mse_loss(self.decoder(latent), inputs)
-        self.log("reconstruction", reconstruction, on_step=True, on_epoch=True)
-        return reconstruction + 0.1 * divergence
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = hidden + checkpoint(self.inner, hidden, use_reentrant=False)
-        return output
-
-
-class Checkpointed(OwnModule):
-    """Recomputed blocks - some from inside, some from outside, where the recomputation calls the block again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Checkpointed() for _ in range(4))
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression."""
-        hidden, targets = batch
-        for index, block in enumerate(self.blocks):
-            hidden = checkpoint(block, hidden, use_reentrant=False) if index % 2 else block(hidden)
-        return F.mse_loss(hidden, targets)
-
-
-class FrozenBackbone(OwnModule):
-    """Frozen blocks with low-rank updates in every second one: what crosses the first cut needs no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
-        self.blocks.requires_grad_(False)
-        self.down = nn.ModuleList(nn.Linear(WIDTH, 2, bias=False) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(2, WIDTH, bias=False) for _ in range(2))
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression."""
-        hidden, targets = batch
-        for index, block in enumerate(self.blocks):
-            output = block(hidden)
-            hidden = output if index < 4 else output + self.up[index - 4](self.down[index - 4](hidden))
-        return F.mse_loss(hidden, targets)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Two groups of the trained parameters alone, with learning rates of their own."""
-        groups = [{"params": list(self.down.parameters())}, {"params": list(self.up.parameters()), "lr": 2e-3}]
-        return torch.optim.AdamW(groups, lr=1e-3, eps=1e-5)
-
-
-class SharedNorm(OwnModule):
-    """One norm and one bias inside all blocks: parameters owned by every stage, each with a part of the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        norm, bias = nn.LayerNorm(WIDTH), nn.Parameter(torch.zeros(WIDTH))
-        self.blocks = nn.ModuleList(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
-        for block in self.blocks:
-            block[1].bias = bias
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression."""
-        hidden, targets = batch
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return F.mse_loss(hidden, targets)
-
-
-class InPlace(OwnModule):
-    """The residual is added in place to what a block returned, between blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression."""
-        hidden, targets = batch
-        for block in self.blocks:
-            output = block(hidden)
-            output += hidden
-            hidden = output
-        return F.mse_loss(hidden, targets)
-
-
-class LayerMix(OwnModule):
-    """As ELMo: the loss reads a learned mean of all blocks' outputs; a teacher without gradient reads the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
-        self.mix = nn.Parameter(torch.zeros(4))
-        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression and distillation."""
-        hidden, targets = batch
-        outputs = []
-        for layer in self.layers:
-            hidden = layer(hidden)
-            outputs.append(hidden)
-        with torch.no_grad():
-            taught = self.teacher(outputs[0])
-        mixed = (torch.stack(outputs) * self.mix.softmax(0)[:, None, None]).sum(0)
-        return F.mse_loss(mixed, targets) + 0.1 * F.mse_loss(hidden, taught)
-
-
-class SharedTower(OwnModule):
-    """A Siamese network: both halves of a batch go through one tower as one tensor, split apart for the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.ModuleDict({f"level{index}": nn.Linear(WIDTH, WIDTH) for index in range(4)})
-
-    def loss(self, batch: Any) -> Tensor:
-        """One minus the cosine of the two views."""
-        hidden = torch.cat(batch)
-        for level in self.tower.values():
-            hidden = torch.relu(level(hidden)) + hidden
-        first, second = hidden.chunk(2)
-        return 1 - F.cosine_similarity(first, second).mean()
-
-
-class HalfPrecisionPart(OwnModule):
-    """Values of three dtypes cross the cuts: float32, bfloat16, and integer indices from an argmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Router() for _ in range(4))
-        self.codes = nn.Embedding(WIDTH, WIDTH)
-
-    def loss(self, batch: Any) -> Tensor:
-        """Regression on the last output and the codes chosen by every block."""
-        hidden, targets = batch
-        chosen = []
-        for block in self.blocks:
-            hidden, index, gain = block(hidden)
-            hidden = hidden * gain.float()
-            chosen.append(index)
-        return F.mse_loss(hidden + self.codes(torch.stack(chosen, 1)).mean(1), targets)
-
-
-class _Router(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        output = torch.tanh(self.linear(hidden))
-        return output, output.detach().argmax(1), self.gain(output).sigmoid().bfloat16()
-
-
 MODULES: dict[str, Callable[[], OwnModule]] = {
     module.__name__: module
     for module in (
@@ -563,15 +310,5 @@ MODULES: dict[str, Callable[[], OwnModule]] = {
         LSTMStack,
         FunctionalHead,
         Detector,
-        DataclassBlocks,
-        Reversible,
-        VAE,
-        Checkpointed,
-        FrozenBackbone,
-        SharedNorm,
-        InPlace,
-        LayerMix,
-        SharedTower,
-        HalfPrecisionPart,
     )
 }
