@@ -69,8 +69,8 @@ class StepOutcome:
     """What one step gave, the same on every rank of a pipeline.
 
     Attributes:
-        result: What the user's step returned for the whole batch (None if it returned None for all of it); of a training
-            step in a schedule, what it returned beside the loss.
+        result: What the user's step returned for the whole batch (None if it returned None for all of it); of a
+            training step in a schedule, what it returned beside the loss.
         loss: Its loss: the weighted mean over micro-batches; None outside of training or where there was none.
         weight: Weight of this rank's batch in the mean over an accumulation window and data ranks.
         logs: (entry, value, batch size) of everything logged (see `step_log.combine_logs`).
@@ -308,6 +308,7 @@ class PipelineEngine:
             result = step(batch)
             log.note_loss(loss_of(result))
         own = self._logged(log if counts else None)
+        own.is_last = True
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
         logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
@@ -397,7 +398,9 @@ class PipelineEngine:
         return payloads
 
     def _last_of_pipeline(self, payloads: list[_Payload]) -> _Payload:
-        return next(p for p in payloads if p.data_rank == self.mesh.data_rank and p.is_last)
+        # Not by `next`: the host would take its StopIteration for the end of the data.
+        (last,) = [p for p in payloads if p.data_rank == self.mesh.data_rank and p.is_last]
+        return last
 
     def _outcome(self, payloads: list[_Payload], before: StepState) -> StepOutcome:
         last = self._last_of_pipeline(payloads)

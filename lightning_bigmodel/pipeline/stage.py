@@ -85,13 +85,18 @@ def _random_streams(task: MicrobatchTask) -> Iterator[Callable[[], AbstractConte
     """Code outside of units draws equal numbers on every stage; units draw from a stream of their stage."""
     ambient = capture_rng()
     seed_all(task.shared_seed)
+    switches = task.plan.trace.flow.draws_between_units
     of_stage: RngState | None = None
+    is_entered = False
 
     @contextmanager
     def computing() -> Iterator[None]:
-        nonlocal of_stage
-        if of_stage is not None and not task.plan.trace.flow.draws_between_units:
-            yield  # nobody draws from the shared stream any more: stay in the stage's
+        nonlocal of_stage, is_entered
+        if not switches:  # nobody draws from the shared stream any more: stay in the stage's, without saving either
+            if not is_entered:
+                seed_all(task.stage_seed)
+                is_entered = True
+            yield
             return
         shared = capture_rng()
         if of_stage is None:
@@ -100,8 +105,7 @@ def _random_streams(task: MicrobatchTask) -> Iterator[Callable[[], AbstractConte
             restore_rng(of_stage)
         yield
         of_stage = capture_rng()
-        if task.plan.trace.flow.draws_between_units:
-            restore_rng(shared)
+        restore_rng(shared)
 
     try:
         yield computing

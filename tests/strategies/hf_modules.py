@@ -56,7 +56,7 @@ class PretrainedModule(LightningModule):
                 torch.manual_seed(0)
                 self.model = MODELS[self.name].make()
             if self.checkpointing:
-                self.model.gradient_checkpointing_enable()  # type: ignore[operator]  # a PreTrainedModel's
+                self.model.activation_checkpointing_enable()  # type: ignore[operator]  # a PreTrainedModel's
 
     def loss(self, output: Any) -> Tensor:
         """The loss in what the model returned."""

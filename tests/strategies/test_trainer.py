@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_bigmodel import BigModelStrategy
 from lightning_bigmodel.testing import run_ranks
 from tests.strategies.trainer_modules import Classifier, loader, numbers, pipeline, trainer, weights
 
@@ -192,3 +193,22 @@ def test_monitors_and_loggers_agree_on_every_rank(world_size: int, tmp_path: Pat
     one, ranks = ((tmp_path / side / "log/version_0/metrics.csv").read_text().splitlines() for side in ("one", "ranks"))
     assert len(one) == len(ranks)
     assert one[0] == ranks[0]
+
+
+def _replicas(world_size: int, num_microbatches: int, options: dict[str, Any]) -> dict[str, Any]:
+    strategy = BigModelStrategy(num_microbatches=num_microbatches)
+    return fit(strategy, world_size, 8 // world_size, **options)
+
+
+@pytest.mark.parametrize(("world_size", "num_microbatches"), [(2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "max_epochs": 2}])
+def test_without_a_pipeline_it_equals_one_process_too(
+    world_size: int, num_microbatches: int, options: dict[str, Any]
+) -> None:
+    """Replicas alone, micro-batches alone, and both: the same strategy on another path."""
+    expected = fit("auto", 1, 8, **options)
+    results = run_ranks(_replicas, world_size, world_size, num_microbatches, options)
+    for result in results:
+        assert_same_weights(result["weights"], expected["weights"])
+        assert_same_numbers(result["metrics"], expected["metrics"])
+        assert result["global_step"] == expected["global_step"]
