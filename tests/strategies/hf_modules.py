@@ -166,14 +166,14 @@ def _answers(generator: torch.Generator, num_samples: int) -> Batch:
 
 def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**{**_SIZES, "num_hidden_layers": 8, "num_key_value_heads": 1}, use_cache=False)
+        transformers.LlamaConfig(**{**_SIZES, "num_hidden_layers": 8, "num_key_value_heads": 1})
     )
 
 
 def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_embd=16, n_layer=5, n_head=2, vocab_size=NUM_TOKENS, n_positions=16, use_cache=False, resid_pdrop=0.0,
+            n_embd=16, n_layer=5, n_head=2, vocab_size=NUM_TOKENS, n_positions=16, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
@@ -222,7 +222,7 @@ def _bart() -> nn.Module:
 def _mixtral(output_router_logits: bool = False) -> nn.Module:
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            **_SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, use_cache=False,
+            **_SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2,
             output_router_logits=output_router_logits, router_aux_loss_coef=0.1,
         )
     )  # fmt: skip
@@ -237,7 +237,7 @@ def _whisper() -> nn.Module:
         transformers.WhisperConfig(
             vocab_size=NUM_TOKENS, num_mel_bins=8, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
             decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, d_model=16, max_source_positions=10,
-            max_target_positions=8, dropout=0.0, use_cache=False, decoder_start_token_id=1, pad_token_id=0,
+            max_target_positions=8, dropout=0.0, decoder_start_token_id=1, pad_token_id=0,
             bos_token_id=1, eos_token_id=2, suppress_tokens=None, begin_suppress_tokens=None,
         )
     )  # fmt: skip
@@ -272,7 +272,7 @@ def _swin() -> nn.Module:
 def _mamba() -> nn.Module:
     return transformers.MambaForCausalLM(
         transformers.MambaConfig(
-            vocab_size=NUM_TOKENS, hidden_size=16, state_size=4, num_hidden_layers=4, use_cache=False,
+            vocab_size=NUM_TOKENS, hidden_size=16, state_size=4, num_hidden_layers=4,
             use_mambapy=False,
         )
     )  # fmt: skip

@@ -208,7 +208,7 @@ class _WritesMemory(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
         memory[:, 0].add_(1.0)
-        return torch.tanh(self.linear(hidden)) + memory
+        return torch.tanh(self.linear(hidden)) + memory.detach()
 
 
 class WritesMemory(OwnModule):

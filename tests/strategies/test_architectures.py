@@ -1,8 +1,8 @@
 """Unmodified models of many architectures train under a pipeline to the numbers of one process.
 
-Compared after 4 AdamW steps in fp32 at 1e-5: every parameter and every logged metric, on every rank. Each model runs under a
-schedule of one stage a rank, with a batch that does not split evenly, and under one of two stages a rank whose backward is
-split into its halves. `tests/conformance/test_schedules.py` runs all schedules, on fewer models.
+Compared after 4 AdamW steps in fp32 at 1e-5: every parameter and every logged metric, on every rank. Each model runs
+under a schedule of one stage a rank, with a batch that does not split evenly, and under one of two stages a rank whose
+backward is split into its halves. `tests/conformance/test_schedules.py` runs all schedules, on fewer models.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_transformers_models_one_stage_a_rank(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(("name", "schedule"), turns(EQUAL_HF, TWO_STAGES))
 def test_transformers_models_split_backward(name: str, schedule: str) -> None:
-    """Weights that several layers use counted twice or not at all when a backward is split; stages that share a rank."""
+    """Weights of several layers counted twice or not at all when a backward is split; stages that share a rank."""
     module, batch, weight = hf(name, 8)
     check(module, batch, schedule, weight=weight, gradient_clip_val=0.05)
 
