@@ -75,6 +75,7 @@ class StepOutcome:
         weight: Weight of this rank's batch in the mean over an accumulation window and data ranks.
         logs: (entry, value, batch size) of everything logged (see `step_log.combine_logs`).
         metric_values: Module name of a logged metric object -> its value for this batch.
+        signal: Whether the host's signal (see `PipelineEngine.signal`) was up on any rank.
     """
 
     result: Any
@@ -82,6 +83,7 @@ class StepOutcome:
     weight: float
     logs: list[tuple[LogEntry, Tensor | None, int]]
     metric_values: dict[str, Any]
+    signal: bool = False
 
 
 @dataclass
@@ -98,6 +100,7 @@ class _Payload:
     result_follows: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
+    signal: bool = False
 
 
 class PipelineEngine:
@@ -140,12 +143,15 @@ class PipelineEngine:
         self.planner = Planner(root, self.num_stages, blocks, device)
         self.share: ParameterShare | None = None
         self.num_steps = 0
+        # A flag of the host that user code may raise on one rank and all must follow (stop training).
+        self.signal: Callable[[], bool] = lambda: False
         self._weight, self._ignored, self._seed = weight, ignored_attributes, seed
         self._stages: list[MicrobatchStage] = []
         self._torch_schedule: Any = None
         self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
         self.metrics: MetricLink | None = None
+        self._loose_buffers: list[Tensor] = []
 
     @property
     def is_pipelined(self) -> bool:
@@ -178,6 +184,11 @@ class PipelineEngine:
             for module, stages in ownership.stage_of_unit.items()
             for name, _ in module.named_buffers()
         }
+        # Buffers outside of units: code of every stage may write them, the last stage's is the truth.
+        last = rank_of_stage(self.schedule, pipe_size, self.num_stages - 1)
+        loose = {name: buffer for name, buffer in self.root.named_buffers() if name not in buffer_owners}
+        buffer_owners.update(dict.fromkeys(loose, last))
+        self._loose_buffers = list(loose.values()) if self.num_stages > 1 else []
         self.share = ParameterShare(self.root, owners, buffer_owners, self.mesh.model_group)
 
     def install(self) -> None:
@@ -312,7 +323,8 @@ class PipelineEngine:
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
         logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
-        return StepOutcome(result, None, weight, logs, self._metric_values(payloads))
+        signal = any(payload.signal for payload in payloads)
+        return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
 
     def _set_tasks(
         self, kind: str, microbatches: list[Any], shares: list[float], weights: list[float], step: Step, log: StepLog
@@ -342,7 +354,7 @@ class PipelineEngine:
     ) -> Callable[[], Any]:
         def call() -> Any:
             log.weight, log.num_samples = weight, batch_size(microbatch) or 1
-            state = None if keeps_state else StepState(self.root, self._ignored)
+            state = None if keeps_state else StepState(self.root, self._ignored, self._loose_buffers)
             try:
                 result = step(microbatch)
                 if returns_loss:
@@ -360,7 +372,7 @@ class PipelineEngine:
         entries = list(log.entries.values()) if log is not None else []
         names = {entry.metric for entry in entries if entry.metric is not None}
         parts = self.metrics.batch_values(names) if self.metrics is not None else {}
-        return _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, parts)
+        return _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, parts, signal=self.signal())
 
     def _payload(
         self, kind: str, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]
@@ -408,7 +420,8 @@ class PipelineEngine:
             before.apply(last.changes)
         result = map_tensors(lambda tensor: tensor.to(self.device), last.result)
         logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
-        return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads))
+        signal = any(payload.signal for payload in payloads)
+        return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads), signal)
 
     def _metric_values(self, payloads: list[_Payload]) -> dict[str, Any]:
         names = {name for payload in payloads for name in payload.metric_parts}

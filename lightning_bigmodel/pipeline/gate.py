@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bigmodel.pipeline.trace import LeafSpec, StepTrace
-from lightning_bigmodel.pipeline.tree import map_leaves, tensor_leaves
+from lightning_bigmodel.pipeline.tree import leaves, map_leaves, map_tensors, tensor_leaves
 
 __all__ = ["StageBoundary", "StagePlan", "StageRun", "active", "current_run", "gate", "is_gated", "ungate"]
 
@@ -96,11 +96,91 @@ def as_output(tensor: Tensor, *, own_memory: bool) -> Tensor:
     return result
 
 
-def stand_in(spec: LeafSpec, device: torch.device, fill: float, *, own_memory: bool) -> Tensor:
-    """A tensor of the right shape for a value this stage must not use; NaN marks it where the dtype can."""
-    value = torch.full((), fill if spec.dtype.is_floating_point or spec.dtype.is_complex else 0, device=device)
-    expanded = value.to(spec.dtype).expand(spec.shape)
-    return expanded.clone(memory_format=torch.contiguous_format) if own_memory else expanded
+class StandIn(Tensor):
+    """The output of a unit of another stage: right in shape, dtype and device, and not to be read by this stage's own code.
+
+    Code that the stage only passes through may compute with it; what it computes is a stand-in again. Code whose results
+    count must not: it raises, with the unit's name, whatever the dtype. (NaN alone would get lost in a comparison.)
+    """
+
+    unit_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run on plain tensors; see the class."""
+        operands = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _VALUE_FREE:
+                return func(*args, **(kwargs or {}))
+            run = _Active.run
+            if run is not None and run.is_live:
+                raise RuntimeError(_read_message(operands[0]))
+            result = func(*args, **(kwargs or {}))
+        return map_tensors(lambda tensor: _marked(tensor, operands[0].unit_name) if operands else tensor, result)
+
+
+def _marked(tensor: Tensor, unit_name: str) -> Tensor:
+    marked = tensor.as_subclass(StandIn)  # type: ignore[arg-type]  # stubs want a type variable
+    marked.unit_name = unit_name
+    return marked
+
+
+def _read_message(tensor: StandIn) -> str:
+    return (
+        f"The step reads the output of `{tensor.unit_name}`, which is computed on an earlier pipeline stage and is not sent "
+        "to this one: the step did not read it here when it was traced (at the first batch). A pipelined step must use the "
+        "same values for every batch; values that are needed only at times have to be read in every step (for example "
+        "multiplied by zero)."
+    )
+
+
+# What asks for shape, dtype or device only.
+_VALUE_FREE = {
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "is_cuda",
+        "itemsize",
+    )
+} | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.get_device,
+    Tensor.__len__,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_full,
+    Tensor.new_empty,
+    Tensor.new_tensor,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.empty_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.is_floating_point,
+    torch.numel,
+}
+
+
+def stand_in(spec: LeafSpec, device: torch.device, unit_name: str, *, own_memory: bool) -> Tensor:
+    """A stand-in for one tensor a unit of another stage returns; one element of memory unless it is to be edited."""
+    fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+    value = torch.full((), fill, dtype=spec.dtype, device=device).expand(spec.shape)
+    return _marked(value.clone(memory_format=torch.contiguous_format) if own_memory else value, unit_name)
 
 
 @dataclass
@@ -112,14 +192,12 @@ class StageRun:
         inputs: Received tensors, in the order of `plan.received`.
         device: Where stand-ins are made.
         computing: Entered around each unit that computes.
-        fill: Value of the stand-ins for a position (NaN; others are for finding out who read one).
     """
 
     plan: StagePlan
     inputs: Sequence[Tensor]
     device: torch.device
     computing: Callable[[], AbstractContextManager[None]]
-    fill: Callable[[int], float] = field(default=lambda position: float("nan"))
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     is_live: bool = False
     reached_end: bool = False
@@ -157,6 +235,9 @@ class StageRun:
             )
         if position < self.plan.first:
             return self._hand_on(module, position, args, kwargs)
+        unread = next((leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, StandIn)), None)
+        if unread is not None:
+            raise RuntimeError(_read_message(unread))
         self._inside = True
         try:
             with self.computing():
@@ -185,7 +266,8 @@ class StageRun:
             arrived = self._arrived.get((position, index))
             if arrived is not None:
                 return arrived
-            return stand_in(leaf, self.device, self.fill(position), own_memory=position in self.plan.touched)
+            name = self.plan.trace.units[position].name
+            return stand_in(leaf, self.device, name, own_memory=position in self.plan.touched)
 
         output = map_leaves(fill, self.plan.trace.units[position].output)
         output = _with_hooks(module, output, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -212,49 +211,15 @@ class MicrobatchStage:
         run, result = self._run(task, flight.inputs)
         if self.is_last:
             task.result, task.loss = result, loss_of(result)
-            if task.loss is not None and bool(task.loss.detach().isnan()):
-                self._explain_nan(task, flight.inputs)
             return torch.zeros((), device=self.device)
         flight.outputs = run.sent_tensors()
         flight.sending = [tensor.detach().contiguous() for tensor in flight.outputs]
         return tuple(flight.sending)
 
-    def _run(
-        self,
-        task: MicrobatchTask,
-        inputs: Sequence[Tensor],
-        fill: Callable[[int], float] = lambda position: float("nan"),
-    ) -> tuple[StageRun, Any]:
+    def _run(self, task: MicrobatchTask, inputs: Sequence[Tensor]) -> tuple[StageRun, Any]:
         with _random_streams(task) as computing:
-            run = StageRun(task.plan, inputs, self.device, computing, fill)
+            run = StageRun(task.plan, inputs, self.device, computing)
             return run, self.submod(run, task.step)
-
-    def _explain_nan(self, task: MicrobatchTask, inputs: Sequence[Tensor]) -> None:
-        """Tell a loss that is NaN by itself from one that read a stand-in, and name the unit in the second case."""
-        inputs = [tensor.detach() for tensor in inputs]
-
-        def loss_with(fill: Callable[[int], float]) -> float:
-            with torch.no_grad():
-                loss = loss_of(self._run(task, inputs, fill)[1])
-            return float("nan") if loss is None else float(loss)
-
-        def only(marked: int) -> Callable[[int], float]:
-            return lambda position: float("nan") if position == marked else 0.0
-
-        losses = [loss_with(lambda position: 0.0), loss_with(lambda position: 1.0)]
-        if all(math.isnan(loss) for loss in losses):
-            return
-        readers = [
-            call.name
-            for position, call in enumerate(task.plan.trace.units[: task.plan.first])
-            if math.isnan(loss_with(only(position)))
-        ]
-        raise RuntimeError(
-            f"The loss reads the output of {', '.join(f'`{name}`' for name in readers) or 'a block'}, which is "
-            "computed on an earlier pipeline stage and is not sent to this one: the step used it in another way when "
-            "it was traced (at the first batch). A pipelined step must use the same values for every batch; values "
-            "that are needed only at times have to be read in every step (for example multiplied by zero)."
-        )
 
     def get_fwd_send_ops(self, index: int) -> list[dist.P2POp]:
         """Operations that send the outputs of one micro-batch."""

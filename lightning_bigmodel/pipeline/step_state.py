@@ -8,7 +8,7 @@ last stage did to plain attributes is taken as the truth and sent to the others.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,11 +55,13 @@ class StepState:
     Args:
         module: The user's module.
         ignored: Attribute names that belong to the host (nn.Module's and LightningModule's own).
+        buffers: Buffers that `restore` takes back too.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str], buffers: Sequence[Tensor] = ()) -> None:
         self._module = module
         self._ignored = ignored
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._before = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -70,7 +72,9 @@ class StepState:
         }
 
     def restore(self) -> None:
-        """Take back what code did to the attributes since construction."""
+        """Take back what code did to the attributes and buffers since construction."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
         for name in set(self._read()) - set(self._before):
             del self._module.__dict__[name]
         for name, value in self._before.items():

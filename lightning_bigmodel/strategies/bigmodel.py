@@ -236,6 +236,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             ignored_attributes=_host.host_attributes(),
             seed=self._seed,
         )
+        self._engine.signal = lambda: trainer.should_stop
         self._partition(trainer)
         self.model_to_device()
         if fitting:

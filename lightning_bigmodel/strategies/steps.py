@@ -141,6 +141,8 @@ class StepHooks(StrategyBase):
         """
         module = self.lightning_module
         assert module is not None
+        if outcome.signal:
+            self._trainer().should_stop = True
         modules = dict(module.named_modules()) if outcome.metric_values else {}
         training = self._trainer().training
         self._is_replaying = True

@@ -28,6 +28,18 @@ class Sometimes(TinyChain):
         return loss + first.square().mean() if batch_idx > 0 else loss
 
 
+class SometimesCompares(Sometimes):
+    """Reads it through a comparison, in which NaN would get lost."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        first = hidden = self.blocks[0](inputs)
+        for block in list(self.blocks)[1:]:
+            hidden = block(hidden)
+        loss = nn.functional.mse_loss(hidden, targets)
+        return loss * (1 + (first > 0).float().mean()) if batch_idx > 0 else loss
+
+
 class Swallows(TinyChain):
     """A bare `except` around the forward."""
 
@@ -109,11 +121,12 @@ def test_an_error_in_one_ranks_callback_ends_all() -> None:
         assert "in the callback" in text
 
 
-def test_a_stand_in_that_reaches_the_loss_is_named() -> None:
-    """The loss would be NaN, with nothing to tell why."""
-    found = messages(_run, 2, Sometimes, {})
-    assert "The loss reads the output of `blocks.0`" in found[1]
-    assert "The loss reads the output of `blocks.0`" in found[0]
+@pytest.mark.parametrize("module_class", [Sometimes, SometimesCompares])
+def test_a_stand_in_that_reaches_the_loss_is_named(module_class: type[TinyChain]) -> None:
+    """The loss would be NaN, or worse, a wrong number."""
+    found = messages(_run, 2, module_class, {})
+    assert "The step reads the output of `blocks.0`" in found[1]
+    assert "The step reads the output of `blocks.0`" in found[0]
 
 
 def test_a_loss_that_is_nan_by_itself_is_left_alone() -> None:

@@ -466,3 +466,42 @@ def test_large_results_reach_every_rank_of_their_pipeline() -> None:
         assert tuple(shape) == (4, 32000)
         assert difference == 0
         assert names == ["a", "b"]
+
+
+class LossAverage(TinyChain):
+    """Keeps a running mean of its loss in a buffer of its own, and stops training by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("num_batches", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_batches += 1
+        loss = self.loss(batch)
+        self.average.lerp_(loss.detach(), 0.5)
+        self.log("average", self.average)
+        if batch_idx == 1:
+            self.trainer.should_stop = True
+        return loss
+
+
+def _loss_average(schedule: str, world_size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = LossAverage()
+    trainer_ = trainer(pipeline(schedule=schedule, num_microbatches=1), 2, max_epochs=3)
+    trainer_.fit(module, rows(module))
+    return {"average": float(module.average), "num_batches": float(module.num_batches), "steps": trainer_.global_step}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
+def test_buffers_and_stops_of_the_last_stage_count(schedule: str) -> None:
+    """A statistic lost with the stage that wrote it; one rank that stops alone and leaves the others waiting."""
+    torch.manual_seed(0)
+    module = LossAverage()
+    plain = trainer("auto", 1, max_epochs=3)
+    plain.fit(module, rows(module))
+    for result in run_ranks(_loss_average, 2, schedule, 2, timeout_seconds=60):
+        assert result["average"] == pytest.approx(float(module.average), abs=1e-6)
+        assert result["num_batches"] == float(module.num_batches)
+        assert result["steps"] == plain.global_step
