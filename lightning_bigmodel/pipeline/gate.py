@@ -97,10 +97,10 @@ def as_output(tensor: Tensor, *, own_memory: bool) -> Tensor:
 
 
 class StandIn(Tensor):
-    """The output of a unit of another stage: right in shape, dtype and device, and not to be read by this stage's own code.
+    """The output of a unit of another stage: right in shape, dtype and device, not to be read by this stage's own code.
 
-    Code that the stage only passes through may compute with it; what it computes is a stand-in again. Code whose results
-    count must not: it raises, with the unit's name, whatever the dtype. (NaN alone would get lost in a comparison.)
+    Code that the stage only passes through may compute with it; what it computes is a stand-in again. Code whose
+    results count must not: it raises, with the unit's name, whatever the dtype. (NaN alone gets lost in a comparison.)
     """
 
     unit_name: str
@@ -120,17 +120,17 @@ class StandIn(Tensor):
 
 
 def _marked(tensor: Tensor, unit_name: str) -> Tensor:
-    marked = tensor.as_subclass(StandIn)  # type: ignore[arg-type]  # stubs want a type variable
+    marked = tensor.as_subclass(StandIn)
     marked.unit_name = unit_name
     return marked
 
 
 def _read_message(tensor: StandIn) -> str:
     return (
-        f"The step reads the output of `{tensor.unit_name}`, which is computed on an earlier pipeline stage and is not sent "
-        "to this one: the step did not read it here when it was traced (at the first batch). A pipelined step must use the "
-        "same values for every batch; values that are needed only at times have to be read in every step (for example "
-        "multiplied by zero)."
+        f"The step reads the output of `{tensor.unit_name}`, which is computed on an earlier pipeline stage and is not "
+        "sent to this one: the step did not read it here when it was traced (at the first batch). A pipelined step must "
+        "use the same values for every batch; values that are needed only at times have to be read in every step (for "
+        "example multiplied by zero)."
     )
 
 

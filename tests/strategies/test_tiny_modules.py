@@ -44,8 +44,9 @@ PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 def test_layouts_equal_one_process(kind: Any, strategy: dict[str, Any], world_size: int) -> None:
     """A layout whose gradients, metrics or weights are not those of one process."""
     module = kind()
+    batch = module.example_batch(8, seed=0)
     report = assert_parallel_equivalent(
-        module, module.example_batch(8, seed=0), BigModelStrategy(**strategy), world_size=world_size, gradient_clip_val=0.1
+        module, batch, BigModelStrategy(**strategy), world_size=world_size, gradient_clip_val=0.1
     )
     assert report.world_size == world_size
     assert report.num_metrics > 0
@@ -137,7 +138,8 @@ def _refusal(kind: Any, settings: dict[str, Any]) -> tuple[str, str, int]:
     """Type, message and number of batches begun, on this rank."""
     counts, module = _Counts(), kind()
     try:
-        trainer = _trainer(BigModelStrategy(**{**PIPELINE, **settings}), torch.distributed.get_world_size(), callbacks=[counts])
+        strategy = BigModelStrategy(**{**PIPELINE, **settings})
+        trainer = _trainer(strategy, torch.distributed.get_world_size(), callbacks=[counts])
         trainer.fit(module, DataLoader(module.dataset(8), batch_size=8))
     except Exception as error:
         return type(error).__name__, str(error), counts.num_batches
