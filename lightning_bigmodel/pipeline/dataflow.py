@@ -274,4 +274,7 @@ def _run_on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, f
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     output = func(*map_tensors(real, args), **map_tensors(real, kwargs))
-    return map_tensors(mode.from_tensor, output) if fake else output
+    if not fake:
+        return output
+    given = {id(tensor) for tensor in tensor_leaves((args, kwargs))}  # what was written into stays itself
+    return map_tensors(lambda t: t if id(t) in given else mode.from_tensor(t.detach()), output)

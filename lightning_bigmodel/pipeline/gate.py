@@ -129,8 +129,8 @@ def _read_message(tensor: StandIn) -> str:
     return (
         f"The step reads the output of `{tensor.unit_name}`, which is computed on an earlier pipeline stage and is not "
         "sent to this one: the step did not read it here when it was traced (at the first batch). A pipelined step "
-        "must use the same values for every batch; values that are needed only at times have to be read in every step (for "
-        "example multiplied by zero)."
+        "must use the same values for every batch; values that are needed only at times have to be read in every "
+        "step (for example multiplied by zero)."
     )
 
 
