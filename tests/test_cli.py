@@ -155,13 +155,13 @@ def test_interrupt_ends_everything(send, tmp_path):
             assert len(_group_processes(demo.pid)) >= 6
             began = time.monotonic()
             send(demo.pid, signal.SIGINT)
-            # The tracker ends with the command, whose own exit takes Python a moment on a busy machine.
+            # Seconds on an idle machine; the limit is for one whose cores other work shares.
             while len(_group_processes(demo.pid)) > 2:
-                assert time.monotonic() < began + 3, "ranks outlived Ctrl-C"
-            _, errors = demo.communicate(timeout=20)
+                assert time.monotonic() < began + 20, "ranks outlived Ctrl-C"
+            _, errors = demo.communicate(timeout=40)
             assert (demo.returncode, errors) == (130, "bigmodel: interrupted\n")
             while _group_processes(demo.pid):
-                assert time.monotonic() < began + 10, "processes outlived the command"
+                assert time.monotonic() < began + 40, "processes outlived the command"
         finally:
             for process in _group_processes(demo.pid):
                 os.kill(process, signal.SIGKILL)

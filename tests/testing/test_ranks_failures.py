@@ -153,7 +153,7 @@ def test_no_rank_outlives_its_caller(tmp_path, ending):
     pids = _pids_in(tmp_path / "pids")
     assert len(pids) == 4
     caller.send_signal(ending)
-    stderr = caller.communicate(timeout=60)[1]
+    stderr = caller.communicate(timeout=150)[1]
     assert _wait_until_gone(pids) == []
     if ending is signal.SIGINT:
         assert stderr.rstrip().endswith("KeyboardInterrupt")
