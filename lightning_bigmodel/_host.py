@@ -6,6 +6,7 @@ so that the plain-torch packages can use this module.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "callbacks",
     "default_store",
     "first_loader",
     "give_back_sampling",
@@ -39,6 +41,7 @@ __all__ = [
     "set_device_mesh",
     "replace_norm_clipping",
     "restore_norm_clipping",
+    "silence_deprecations",
     "silence_sync_advice",
     "silent_loggers",
     "step_arguments",
@@ -76,6 +79,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 # -- Lightning (2.6) ---------------------------------------------------------------------------------------------------
+
+
+def silence_deprecations() -> None:
+    """Hide what Lightning 2.6 calls and newer torch deprecates: every rank of every run would print it."""
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 def init_process_group(strategy: Any, backend: str | None, timeout: timedelta | None) -> None:
@@ -166,7 +174,17 @@ def first_loader(trainer: pl.Trainer) -> tuple[Any, str]:
     loop, step_name = loops[trainer.state.fn]
     loop.setup_data()
     loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    if step_name == "training_step" and len(loaders) > 1:
+        raise ValueError(
+            f"The training data comes from {len(loaders)} loaders at once; a pipeline is cut on the batch of one. "
+            "Combine them into one dataset or one loader whose batches hold all parts."
+        )
     return (loaders[0] if loaders else None), step_name
+
+
+def callbacks(trainer: pl.Trainer) -> list[Any]:
+    """The Trainer's callbacks; an attribute set at run time, which type checkers do not see."""
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def train_loader(trainer: pl.Trainer) -> Any:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ _LASTING_VARIABLES = {
 # How long threads and processes that are ending may take to be gone.
 _ENDING_SECONDS = 5.0
 
+
+# A shell that starts the tests in the background hands an ignored SIGINT on to every process that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What needs a GPU has a script of its own, `tests/gpu/run.sh`; elsewhere there is nothing to collect.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]

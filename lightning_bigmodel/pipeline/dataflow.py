@@ -28,6 +28,7 @@ __all__ = ["Dataflow", "FlowRecord", "PythonReads", "Tag"]
 # its unit; ("random", n, 0) the result of a random operator between units.
 Tag = tuple[str, int, int]
 
+_MAX_OPERATORS = 300_000  # of one step; a model of a thousand layers has fewer
 _SIZED_BY_DATA = {
     "aten::nonzero",
     "aten::masked_select",
@@ -67,6 +68,7 @@ class Dataflow(TorchDispatchMode):
         self._tags: Any = WeakTensorKeyDictionary()
         self._outputs: Any = WeakTensorKeyDictionary()
         self._num_random = 0
+        self._num_operators = 0
         # Storages written in place, by address, with the tags of what went in: a tensor sees what was written through
         # a view of it. Holding the storages keeps their addresses theirs.
         self._written: dict[int | None, tuple[Any, set[Tag]]] = {}
@@ -135,6 +137,12 @@ class Dataflow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._num_operators += 1
+        if self._num_operators > _MAX_OPERATORS:
+            raise RuntimeError(
+                f"the step ran more than {_MAX_OPERATORS} operators: a loop in it (such as text generation) ends by a "
+                "computed value, which a trace does not know"
+            )
         operands = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         tags = self.tags(operands)
         where = self.position if self.inside is None else self.inside

@@ -21,11 +21,11 @@ class GradientWindow:
     batches of weight zero come out exact.
 
     Args:
-        parameters: What this rank holds and trains.
+        parameters: What this rank holds; of these, what takes gradients at the time counts.
         shared: Owner set -> parameters held by several ranks of the pipeline, on every rank alike.
         shared_groups: Owner set -> its process group (None where this rank is not a member).
-        trained: Parameters the loss depends on, by id; None if unknown. Only these get zeros where a rank has no
-            gradient.
+        trained: Tells the ids of the parameters the loss depends on; None if unknown. Only these get zeros where a rank
+            has no gradient.
         data_group: The data ranks.
         sum_tensors: Sums a list of tensors over a group, in place.
         divides: False leaves the plain sum, for losses that are sums over samples.
@@ -39,7 +39,7 @@ class GradientWindow:
         parameters: Sequence[nn.Parameter],
         shared: Mapping[tuple[int, ...], Sequence[nn.Parameter]],
         shared_groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
-        trained: Collection[int] | None,
+        trained: Callable[[], Collection[int]] | None,
         data_group: dist.ProcessGroup | None,
         sum_tensors: SumTensors,
         *,
@@ -78,7 +78,7 @@ class GradientWindow:
             if group is not None:
                 self._sum(self._filled([p for p in parameters if self._is_trained(p)]), group)
         reference, total = self._reference or 1.0, self._total
-        parameters = list(self._parameters)
+        parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
         if self._data_size > 1:
             parameters, total = self._agree(parameters, total)
         if total and self._divides:
@@ -100,7 +100,7 @@ class GradientWindow:
         return [p for p, count in zip(parameters, sums[1:], strict=True) if count], sums[0]
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
-        return self._trained is None or id(parameter) in self._trained
+        return parameter.requires_grad and (self._trained is None or id(parameter) in self._trained())
 
     @staticmethod
     def _filled(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

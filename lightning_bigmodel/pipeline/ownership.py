@@ -104,7 +104,7 @@ class ParameterShare:
         found: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter in self.module.parameters():
             owners = tuple(self._owners.get(id(parameter), ()))
-            if len(owners) > 1 and parameter.requires_grad:
+            if len(owners) > 1:
                 found.setdefault(owners, []).append(parameter)
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,8 @@ class Planner:
         self.ownership: Ownership | None = None
         self.first_trace: StepTrace | None = None
         self.first_stages: list[int] = []
+        self.trained: set[int] = set()  # ids of parameters a traced loss depended on
+        self.tracing: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around every trace
         self._root, self._blocks, self._device = root, blocks, device
         self._known: dict[Any, _Known] = {}
         self._plans: OrderedDict[Any, list[StagePlan]] = OrderedDict()
@@ -71,6 +74,7 @@ class Planner:
         stages = [sum(start <= position for start in starts) - 1 for position in range(trace.end)]
         self.ownership = parameter_owners(self._root, trace, stages, self.num_stages)
         self.first_trace, self.first_stages = trace, stages
+        self.trained |= trace.trained
         return self.ownership
 
     def _order_for_real(self, microbatch: Any, step: Callable[[Any], Any], error: Exception) -> list[nn.Module]:
@@ -114,7 +118,9 @@ class Planner:
         if self.num_stages == 1:
             return [StagePlan.build(_WHOLE, 0, 0)]
         form, sizes = structure(microbatch)
-        key = (kind, torch.is_grad_enabled(), form)
+        # Users freeze and unfreeze between epochs: what takes gradients decides what flows back over a cut.
+        takes_gradients = hash(tuple(parameter.requires_grad for parameter in self._root.parameters()))
+        key = (kind, torch.is_grad_enabled(), takes_gradients, form)
         plans = self._plans.get((key, sizes))
         if plans is not None:
             self._plans.move_to_end((key, sizes))
@@ -125,11 +131,13 @@ class Planner:
             trace = known.trace.with_sizes(predicted)
         else:
             try:
-                trace = self._trace(microbatch, step, fake=True)
+                with self.tracing():
+                    trace = self._trace(microbatch, step, fake=True)
             except TraceError:
                 raise
             except Exception as error:
                 raise _untraceable(error) from error
+            self.trained |= trace.trained
         plans = self._cut(trace)
         if not trace.shapes_depend_on_data:
             if predicted is None:
@@ -168,8 +176,9 @@ def _copied(microbatch: Any, device: torch.device | None = None) -> Any:
 
 def _untraceable(error: Exception) -> TraceError:
     return TraceError(
-        f"The step could not be traced to find where it may be cut: {type(error).__name__}: {error}. Steps whose "
-        "Python code depends on computed values (`if loss > 1`, `.numpy()`, `.tolist()` of an activation) cannot be "
-        "followed without running the whole model; move such code out of the step, or under `torch.no_grad()` on "
-        "detached, logged values."
+        f"The step could not be traced to find where it may be cut: {type(error).__name__}: {error}. If this is not an "
+        "error of the step itself: the trace runs before the hooks `on_fit_start` and `on_train_start`, so what the "
+        "step needs must exist after `__init__`, `setup` and `configure_optimizers`; and steps whose Python code "
+        "depends on computed values (`if loss > 1`, `.numpy()`, `.tolist()` of an activation) cannot be followed "
+        "without running the whole model: move such code out of the step."
     )

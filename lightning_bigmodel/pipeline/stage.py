@@ -210,7 +210,7 @@ class MicrobatchStage:
             tensor.requires_grad_(plan.spec(key).requires_grad and self.has_backward)
         run, result = self._run(task, flight.inputs)
         if self.is_last:
-            task.result, task.loss = result, loss_of(result)
+            task.result, task.loss = result, loss_of(result) if self.has_backward else None
             return torch.zeros((), device=self.device)
         flight.outputs = run.sent_tensors()
         flight.sending = [tensor.detach().contiguous() for tensor in flight.outputs]

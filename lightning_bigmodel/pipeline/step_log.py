@@ -14,6 +14,21 @@ from lightning_bigmodel.pipeline.microbatch import weighted_mean
 
 __all__ = ["LogEntry", "StepLog", "combine_logs"]
 
+# The order in which `LightningModule.log` takes what follows the value.
+_LOG_ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "batch_size",
+    "metric_attribute",
+    "rank_zero_only",
+)
 _REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda values: values.sum(0),
     "max": lambda values: values.amax(0),
@@ -77,7 +92,7 @@ class StepLog:
         if run is not None and not run.is_live:
             return
         if args:
-            options.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
+            options.update(zip(_LOG_ARGUMENTS, args, strict=False))
         batch_size = options.pop("batch_size", None)
         entry = self.entries.setdefault(name, LogEntry(name, options))
         if isinstance(value, nn.Module):

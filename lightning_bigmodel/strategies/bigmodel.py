@@ -52,7 +52,12 @@ from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
 from lightning_bigmodel.strategies.collectives import CollectiveHooks
-from lightning_bigmodel.strategies.combinations import check_module, check_optimizers, check_precision
+from lightning_bigmodel.strategies.combinations import (
+    check_callbacks,
+    check_module,
+    check_optimizers,
+    check_precision,
+)
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.steps import StepHooks
 
@@ -192,6 +197,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        _host.silence_deprecations()
         _host.init_process_group(self, self._process_group_backend, self._timeout)
         self._failed = False
         self._shards_data = _host.take_over_sampling(self._trainer())
@@ -222,6 +228,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             check_module(module)
+            check_callbacks(_host.callbacks(trainer), is_pipelined=self.mesh.pipe_size > 1)
         self.model = self.precision_plugin.convert_module(module)
         if self.world_size > 1:
             broadcast_module(module)
@@ -237,11 +244,12 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             seed=self._seed,
         )
         self._engine.signal = lambda: trainer.should_stop
-        self._partition(trainer)
-        self.model_to_device()
         if fitting:
+            # Before the trace, as a step may ask for its optimizers. Parameters stay the same objects throughout.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+        self._partition(trainer)
+        self.model_to_device()
         self.setup_precision_plugin()
         _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm)
         if fitting:
@@ -272,12 +280,13 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         assert share is not None
         shared = share.shared()
         self._subgroups = build_pipe_subgroups(self.mesh, list(shared))
-        first_trace = self.engine.planner.first_trace
+        planner = self.engine.planner
+        planner.tracing = lambda: _host.silent_loggers(trainer)
         self._window = GradientWindow(
-            self.engine.trained_parameters(),
+            share.owned,
             shared,
             self._subgroups,
-            None if first_trace is None else first_trace.trained,
+            None if planner.first_trace is None else lambda: planner.trained,
             self.mesh.data_group,
             all_reduce_sum,
             divides=self._microbatch_weight != "sum",

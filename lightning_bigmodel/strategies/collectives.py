@@ -20,7 +20,8 @@ class CollectiveHooks(StrategyBase):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        # Inside a step the ranks of a pipeline are at different places, and wait for each other anyway.
+        if dist.is_initialized() and current_run() is None:
             with self._phase(f"barrier {name or ''}".strip()):
                 dist.barrier(group=self.mesh.model_group if self._mesh is not None and self.world_size == 1 else None)
 
@@ -28,6 +29,7 @@ class CollectiveHooks(StrategyBase):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized() or self.world_size == 1:
             return obj
+        self._refuse_in_step("broadcast")
         payload = [obj]
         dist.broadcast_object_list(payload, src)
         return payload[0]
@@ -47,12 +49,13 @@ class CollectiveHooks(StrategyBase):
             if is_mean and not (tensor.is_floating_point())
             else tensor.detach().clone()
         )
-        size = self.mesh.data_size
+        group = self._data_ranks(group)
+        size = dist.get_world_size(group)
         if size > 1:
             operations = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
-            dist.all_reduce(reduced, operations.get(operation, dist.ReduceOp.SUM), group=group or self.mesh.data_group)
+            dist.all_reduce(reduced, operations.get(operation, dist.ReduceOp.SUM), group=group)
             if is_mean:
-                reduced = reduced / (dist.get_world_size(group) if group is not None else size)
+                reduced = reduced / size
         return reduced
 
     @override
@@ -60,10 +63,22 @@ class CollectiveHooks(StrategyBase):
         """Gather over the data ranks; also inside a step, which only the ranks of one stage run to its end."""
         if current_run() is not None and sync_grads:
             raise ValueError("`all_gather(sync_grads=True)` inside a pipelined step has no gradient to give back.")
-        return super().all_gather(tensor, group=group or self.mesh.data_group, sync_grads=sync_grads)
+        return super().all_gather(tensor, group=self._data_ranks(group), sync_grads=sync_grads)
+
+    def _data_ranks(self, group: Any | None) -> Any:
+        # `LightningModule.all_gather` says WORLD where the user said nothing.
+        return self.mesh.data_group if group is None or group is dist.group.WORLD else group
+
+    def _refuse_in_step(self, what: str) -> None:
+        if current_run() is not None:
+            raise RuntimeError(
+                f"`{what}` over all ranks inside a step would hang: the ranks of a pipeline leave the step at "
+                "different places. Call it in a hook, before or after the step."
+            )
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._refuse_in_step("reduce_boolean_decision")
         votes = torch.tensor(int(decision), device=self.root_device)
         if self.world_size > 1:
             dist.all_reduce(votes)

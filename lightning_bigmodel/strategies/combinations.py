@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import optim
@@ -11,7 +13,7 @@ from torch import optim
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["check_module", "check_optimizers", "check_precision"]
+__all__ = ["check_callbacks", "check_module", "check_optimizers", "check_precision"]
 
 
 def check_precision(precision: Any, name: str) -> None:
@@ -46,6 +48,20 @@ def check_module(module: pl.LightningModule) -> None:
             f"`{name}.training_step(dataloader_iter)` takes batches by itself, so they cannot be split into "
             "micro-batches or shared by the ranks of a pipeline. Use `training_step(batch, batch_idx)`."
         )
+
+
+def check_callbacks(callbacks: Sequence[Any], *, is_pipelined: bool) -> None:
+    """Refuse callbacks that keep a second copy of the whole model.
+
+    Raises:
+        ValueError: For weight averaging in a pipeline: each rank holds only its share of the weights.
+    """
+    for callback in callbacks:
+        if is_pipelined and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"`{type(callback).__name__}` averages the whole model on every rank, but in a pipeline each rank "
+                "holds only its share of the weights. Leave the callback out, or set `pipeline_parallel_size=1`."
+            )
 
 
 def check_optimizers(optimizers: list[Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -190,20 +191,42 @@ class StepHooks(StrategyBase):
             self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
             return result
 
-        with self._phase("optimizer_step"):
+        with self._phase("optimizer_step"), self._whole_norms():
             return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
 
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+    @contextmanager
+    def _whole_norms(self) -> Generator[None, None, None]:
+        """`torch.nn.utils.clip_grad_norm_` called by the user's hooks clips by the norm over the pipeline too."""
+        original = torch.nn.utils.clip_grad_norm_
+
+        def clip_grad_norm_(
+            parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            return self._clip(parameters, float(max_norm), float(norm_type))
+
+        if self.mesh.pipe_size > 1:
+            torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+        try:
+            yield
+        finally:
+            torch.nn.utils.clip_grad_norm_ = original
+
+    def _clip(self, parameters: Sequence[Any], max_norm: float, norm_type: float = 2.0) -> Tensor:
         share = self.engine.share
         assert share is not None
         counted = {id(parameter) for parameter in share.counted}
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        clip_by_norm(
-            [p.grad for p in parameters],
-            [p.grad for p in parameters if id(p) in counted],
-            float(clip_val),
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        return clip_by_norm(
+            [parameter.grad for parameter in parameters],
+            [parameter.grad for parameter in parameters if id(parameter) in counted],
+            max_norm,
             self.mesh.pipe_group,
+            norm_type,
         )
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._clip([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
 
 
 def _loss(result: Any) -> Tensor:

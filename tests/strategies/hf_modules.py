@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 

@@ -208,7 +208,7 @@ class _WritesMemory(nn.Module):
 
     def forward(self, hidden: Tensor, memory: Tensor) -> Tensor:
         memory[:, 0].add_(1.0)
-        return torch.tanh(self.linear(hidden)) + memory.detach()
+        return torch.tanh(self.linear(hidden)) + memory
 
 
 class WritesMemory(OwnModule):
@@ -221,7 +221,7 @@ class WritesMemory(OwnModule):
 
     def loss(self, batch: Any) -> Tensor:
         """Regression."""
-        hidden = memory = self.stem(batch[0])
+        hidden, memory = batch[0], self.stem(batch[0])
         for block in self.blocks:
             hidden = block(hidden, memory)
         return F.mse_loss(hidden, batch[1])

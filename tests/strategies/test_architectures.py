@@ -1,8 +1,8 @@
 """Unmodified models of many architectures train under a pipeline to the numbers of one process.
 
 Compared after 4 AdamW steps in fp32 at 1e-5: every parameter and every logged metric, on every rank. Each model runs
-under a schedule of one stage a rank, with a batch that does not split evenly, and under one of two stages a rank whose
-backward is split into its halves. `tests/conformance/test_schedules.py` runs all schedules, on fewer models.
+under a schedule of one stage a rank, and under one of two stages a rank whose backward is split into its halves;
+`tests/conformance/test_schedules.py` runs all schedules, on fewer models.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def turns(names: Any, schedules: tuple[str, ...]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "schedule"), turns(EQUAL_HF, ONE_STAGE))
 def test_transformers_models_one_stage_a_rank(name: str, schedule: str) -> None:
     """Tied weights, masks, biases of attention, encoder outputs and modalities that are lost at a cut."""
-    module, batch, weight = hf(name, 7)
+    module, batch, weight = hf(name, 8)
     check(module, batch, schedule, weight=weight)
 
 

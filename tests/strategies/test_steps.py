@@ -505,3 +505,64 @@ def test_buffers_and_stops_of_the_last_stage_count(schedule: str) -> None:
         assert result["average"] == pytest.approx(float(module.average), abs=1e-6)
         assert result["num_batches"] == float(module.num_batches)
         assert result["steps"] == plain.global_step
+
+
+class Thaws(TinyChain):
+    """Frozen in part at first; clips by itself; gathers in a step; returns rows when predicting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in list(self.blocks)[:2]:
+            block.requires_grad_(False)
+        self.gathered: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        self.log("largest", batch[0].max(), False, False, True, True, "max")
+        self.gathered.append(float(self.all_gather(torch.ones(())).sum()))
+        self.trainer.strategy.barrier()
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def thaw(strategy: Any, devices: int, batch_size: int) -> dict[str, Any]:
+    """Two epochs and a prediction."""
+    torch.manual_seed(0)
+    module = Thaws()
+    trainer_ = trainer(strategy, devices, max_epochs=2)
+    trainer_.fit(module, rows(module, batch_size))
+    metrics = numbers(trainer_.callback_metrics)
+    predictions = trainer_.predict(module, rows(module, batch_size))
+    assert predictions is not None
+    return {
+        "weights": weights(module),
+        "metrics": metrics,
+        "predictions": torch.cat(list(predictions)).numpy(),
+        "gathered": module.gathered[-1] if module.gathered else None,
+    }
+
+
+def _thaw(devices: int, batch_size: int, pipe: int) -> dict[str, Any]:
+    return thaw(pipeline(pipeline_parallel_size=pipe, num_microbatches=2 if pipe > 1 else 1), devices, batch_size)
+
+
+@pytest.mark.parametrize(("world_size", "pipe"), [(2, 2), (4, 2), (2, 1)])
+def test_unfreezing_own_clipping_gathering_and_rows(world_size: int, pipe: int) -> None:
+    """What takes gradients changes on the way; hooks and steps that talk to other ranks by themselves."""
+    expected = thaw("auto", 1, 8)
+    for result in run_ranks(_thaw, world_size, world_size, 8 // (world_size // pipe), pipe, timeout_seconds=60):
+        assert_same_weights(result["weights"], expected["weights"])
+        np.testing.assert_allclose(result["predictions"], expected["predictions"], atol=1e-5)
+        assert result["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
+        if world_size == 2 and pipe == 2:
+            assert result["gathered"] in (1.0, None)
