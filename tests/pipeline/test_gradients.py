@@ -61,7 +61,12 @@ def _tied() -> tuple[list[float], Any, Any]:
     tied, unused, own = _parameter(float(rank + 1)), _parameter(None), _parameter(10.0 * (rank + 1))
     solo = [dist.new_group([index]) for index in range(2)][rank]
     window = GradientWindow(
-        [tied, unused, own], {(0, 1): [tied, unused]}, {(0, 1): dist.group.WORLD}, {id(tied), id(own)}, solo, _sum
+        [tied, unused, own],
+        {(0, 1): [tied, unused]},
+        {(0, 1): dist.group.WORLD},
+        lambda: {id(tied), id(own)},
+        solo,
+        _sum,
     )
     window.add(4.0)
     window.synchronize()
