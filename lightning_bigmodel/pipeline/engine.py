@@ -151,7 +151,7 @@ class PipelineEngine:
         self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
         self.metrics: MetricLink | None = None
-        self._loose_buffers: list[Tensor] = []
+        self._loose_buffers: list[str] = []
 
     @property
     def is_pipelined(self) -> bool:
@@ -186,9 +186,9 @@ class PipelineEngine:
         }
         # Buffers outside of units: code of every stage may write them, the last stage's is the truth.
         last = rank_of_stage(self.schedule, pipe_size, self.num_stages - 1)
-        loose = {name: buffer for name, buffer in self.root.named_buffers() if name not in buffer_owners}
+        loose = [name for name, _ in self.root.named_buffers() if name not in buffer_owners]
         buffer_owners.update(dict.fromkeys(loose, last))
-        self._loose_buffers = list(loose.values()) if self.num_stages > 1 else []
+        self._loose_buffers = loose if self.num_stages > 1 else []
         self.share = ParameterShare(self.root, owners, buffer_owners, self.mesh.model_group)
 
     def install(self) -> None:
@@ -256,7 +256,7 @@ class PipelineEngine:
         shares = weights if self._weight == "sum" or not total else [weight / total for weight in weights]
         if self._torch_schedule is None:
             self._torch_schedule = build_schedule(self.schedule, self._stages, self.num_microbatches)
-        log, before = StepLog(self.root), StepState(self.root, self._ignored)
+        log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
         self._set_tasks("train", microbatches, shares, weights, step, log)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedule, self.num_microbatches, self.device)
@@ -295,7 +295,7 @@ class PipelineEngine:
 
     def evaluate(self, kind: str, batch: Any, step: Step) -> StepOutcome:
         """Run one evaluation batch, whole, forward only."""
-        log, before = StepLog(self.root), StepState(self.root, self._ignored)
+        log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
         log.num_samples = batch_size(batch) or 1
         log.weight = float(log.num_samples)
         with _replaced_log(self.root, log, self.metrics):

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_bigmodel.pipeline.tree import map_tensors
@@ -55,14 +56,16 @@ class StepState:
     Args:
         module: The user's module.
         ignored: Attribute names that belong to the host (nn.Module's and LightningModule's own).
-        buffers: Buffers that `restore` takes back too.
+        buffers: Names of the buffers that count too.
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], buffers: Sequence[Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str], buffers: Sequence[str] = ()) -> None:
         self._module = module
         self._ignored = ignored
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._before = self._read()
+        self._versions = {name: _version(value) for name, value in self._before.items() if isinstance(value, Tensor)}
+        self._buffers = {name: (_buffer(module, name), _buffer(module, name).clone()) for name in buffers}
+        self._buffer_versions = {name: _version(buffer) for name, (buffer, _) in self._buffers.items()}
 
     def _read(self) -> dict[str, Any]:
         return {
@@ -71,10 +74,19 @@ class StepState:
             if name not in self._ignored and _watched(value)
         }
 
+    def _is_written(self, name: str) -> bool:
+        """Whether a buffer has been written or replaced."""
+        before, _ = self._buffers[name]
+        return _buffer(self._module, name) is not before or _version(before) != self._buffer_versions[name]
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Take back what code did to the attributes and buffers since construction."""
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        for name, (buffer, before) in self._buffers.items():
+            if self._is_written(name):
+                buffer.copy_(before)
+                self._buffer_versions[name] = _version(buffer)
+                _set_buffer(self._module, name, buffer)
         for name in set(self._read()) - set(self._before):
             del self._module.__dict__[name]
         for name, value in self._before.items():
@@ -88,7 +100,8 @@ class StepState:
         found: dict[str, Any] = {}
         for name, value in self._read().items():
             before = self._before.get(name, _MISSING)
-            if before is not _MISSING and _same(before, value):
+            is_edited = before is value and name in self._versions and _version(value) != self._versions[name]
+            if before is not _MISSING and _same(before, value) and not is_edited:
                 continue
             grown = type(before) is list and type(value) is list and len(value) > len(before)
             if grown and all(map(_same, before, value)):
@@ -101,16 +114,41 @@ class StepState:
             except Exception:
                 continue
             found[name] = portable
+        for name in filter(self._is_written, self._buffers):
+            found[name] = ("buffer", _buffer(self._module, name).detach().cpu())
         return found
 
+    @torch.no_grad()
     def apply(self, changes: dict[str, Any]) -> None:
         """Restore the attributes and repeat another rank's changes."""
         self.restore()
         for name, (kind, value) in changes.items():
             if kind == "appended":
                 self._module.__dict__[name].extend(value)
+            elif kind == "buffer":
+                current = _buffer(self._module, name)
+                if (current.shape, current.dtype) == (value.shape, value.dtype):
+                    current.copy_(value)
+                else:
+                    with torch.inference_mode(False):  # evaluation's own tensors would fail in training
+                        _set_buffer(self._module, name, value.to(current.device, copy=True))
             else:
                 _assign(self._module.__dict__, name, value)
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor:
+    """A buffer by its full name."""
+    return module.get_buffer(name)
+
+
+def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, own_name = name.rpartition(".")
+    module.get_submodule(path)._buffers[own_name] = value
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts what was written into a tensor."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 _MISSING: Any = object()

@@ -84,3 +84,33 @@ def test_what_cannot_be_sent_stays(value: Any) -> None:
     module.best = value
     module.count = 5
     assert before.changes() == {"count": ("assigned", 5)}
+
+
+def test_buffers_and_edits_in_place_count() -> None:
+    """A running center, written on the last stage only: the first would go on with the old one."""
+    first, second = Module(), Module()
+    for module in (first, second):
+        module.register_buffer("center", torch.zeros(2))
+        module.inner = nn.BatchNorm1d(2)
+        module.best = torch.zeros(2)
+    names = ["center", "inner.running_mean"]
+    before, elsewhere = StepState(first, (), names), StepState(second, (), names)
+    held = first.center
+    first.center.add_(1.0)
+    first.best.add_(2.0)
+    first.inner.running_mean = torch.full((2,), 3.0)
+    changes = before.changes()
+    assert {name: value.tolist() for name, (_, value) in changes.items()} == {
+        "center": [1.0, 1.0],
+        "inner.running_mean": [3.0, 3.0],
+        "best": [2.0, 2.0],
+    }
+    second.center.sub_(5.0)  # what code before the blocks did here
+    elsewhere.apply(changes)
+    assert second.center.tolist() == [1.0, 1.0]
+    assert second.inner.running_mean.tolist() == [3.0, 3.0]
+    assert second.best.tolist() == [2.0, 2.0]
+    before.restore()
+    assert first.center is held
+    assert first.center.tolist() == first.inner.running_mean.tolist() == [0.0, 0.0]
+    assert set(before.changes()) <= {"best"}

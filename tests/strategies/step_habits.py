@@ -158,6 +158,31 @@ class DrawsNoise(OwnModule):
         return F.mse_loss(hidden, targets) + 100 * (noise - carried).square().mean()
 
 
+class KeepsTensors(OwnModule):
+    """Buffers and tensor attributes, written after the blocks, in place and anew, and read on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _chain()
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_buffer("latest", torch.zeros(()))
+        self.plain = torch.zeros(WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        """Regression, at a distance from the center."""
+        hidden, targets = batch
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.center.fill_(self.global_step + 1.0)
+        self.latest = torch.full((), self.global_step + 2.0)
+        self.plain.fill_(self.global_step + 3.0)
+        return F.mse_loss(hidden, targets + self.center)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Logs what this rank has."""
+        self.log_dict({"center": self.center.sum(), "latest": self.latest, "plain": self.plain.sum()})
+
+
 class FeatureHook(OwnModule):
     """A forward hook keeps the output of an early block, and the loss reads it."""
 
@@ -289,6 +314,7 @@ HABITS: dict[str, Callable[[], OwnModule]] = {
         EditsBatch,
         ReadsValues,
         DrawsNoise,
+        KeepsTensors,
         FeatureHook,
     )
 }
