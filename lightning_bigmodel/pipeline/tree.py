@@ -116,11 +116,6 @@ def structure(value: Any) -> tuple[Any, tuple[int, ...]]:
     return describe(value), tuple(sizes)
 
 
-def is_floating(tensor: Tensor) -> bool:
-    """True where NaN can mark a value that must not be used."""
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
 def detached(value: Any) -> Any:
     """`value` with every tensor detached from its graph."""
     return map_tensors(torch.Tensor.detach, value)

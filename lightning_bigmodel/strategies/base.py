@@ -31,7 +31,6 @@ class StrategyBase(ParallelStrategy):
         self._share: ParameterShare | None = None  # outlives the run: checkpoints may be saved after it
         self._num_steps = 0
         self._guard: FailureGuard | None = None
-        self._subgroups: dict[tuple[int, ...], Any] = {}
         self._seed = 0
         self._num_batches_moved = 0
         self._is_replaying = False

@@ -207,7 +207,6 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             pipeline_size = self.world_size if isinstance(size, str) else size
             layout = Layout.resolve(self.world_size, pipeline_parallel_size=pipeline_size)
             self._mesh = build_rank_mesh(layout, self.root_device.type)
-            self._subgroups = {}
             self._seed = self.broadcast(torch.initial_seed() % (1 << 62))
         assert self.lightning_module is not None
         _host.set_device_mesh(self.lightning_module, self._mesh.device_mesh)
@@ -279,13 +278,12 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         share = self._share = self.engine.share
         assert share is not None
         shared = share.shared()
-        self._subgroups = build_pipe_subgroups(self.mesh, list(shared))
         planner = self.engine.planner
         planner.tracing = lambda: _host.silent_loggers(trainer)
         self._window = GradientWindow(
             share.owned,
             shared,
-            self._subgroups,
+            build_pipe_subgroups(self.mesh, list(shared)),
             None if planner.first_trace is None else lambda: planner.trained,
             self.mesh.data_group,
             all_reduce_sum,
