@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "all_gather_flat",
     "callbacks",
     "default_store",
     "first_loader",
@@ -33,9 +34,14 @@ __all__ = [
     "init_process_group",
     "is_fake",
     "load_loader_states",
+    "looks_at_gradients",
     "mark_schedule_initialized",
+    "in_backward",
+    "num_evaluation_batches",
     "optimizers_to_device",
     "plain_batch_sampler",
+    "queue_after_backward",
+    "reduce_scatter_flat",
     "script_launcher",
     "set_device",
     "set_device_mesh",
@@ -71,6 +77,31 @@ def mark_schedule_initialized(schedule: Any) -> None:
         "_stages_backward_initialized",
     ):
         setattr(schedule, flag, True)
+
+
+def all_gather_flat(output: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    """Start an all-gather of one flat tensor a rank.
+
+    torch 2.13 renamed `all_gather_into_tensor` and warns of the old name; versions before have only that.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=True)
+
+
+def reduce_scatter_flat(output: torch.Tensor, everything: torch.Tensor, group: Any) -> Any:
+    """Start a reduce-scatter (sum) of one flat tensor; renamed in torch 2.13 like `all_gather_flat`."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, everything, group=group, async_op=True)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread (torch 2.11 - 2.14; no public equal)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward in progress ends (torch 2.11 - 2.14; FSDP2 uses the same call)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -185,6 +216,24 @@ def first_loader(trainer: pl.Trainer) -> tuple[Any, str]:
 def callbacks(trainer: pl.Trainer) -> list[Any]:
     """The Trainer's callbacks; an attribute set at run time, which type checkers do not see."""
     return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def num_evaluation_batches(trainer: pl.Trainer) -> float:
+    """Batches this rank will see in the evaluation or prediction that starts, over all loaders; may be infinite."""
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    return float(sum(loop.max_batches))
+
+
+def looks_at_gradients(trainer: pl.Trainer) -> bool:
+    """Whether the module or a callback has a hook between the gradients' completion and the optimizer step."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    module_hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    callback_hooks = ("on_after_backward", "on_before_optimizer_step")
+    return any(is_overridden(hook, trainer.lightning_module) for hook in module_hooks) or any(
+        is_overridden(hook, callback, pl.Callback) for callback in callbacks(trainer) for hook in callback_hooks
+    )
 
 
 def train_loader(trainer: pl.Trainer) -> Any:

@@ -6,6 +6,7 @@ one ordinary Lightning file of it.
 
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
 from lightning_bigmodel.checkpoint.index import CheckpointIndex, TensorEntry
+from lightning_bigmodel.checkpoint.regions import Region, RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import (
     OptimizerState,
     load_model_state,
@@ -27,7 +28,10 @@ __all__ = [
     "CheckpointIndex",
     "LoadedCheckpoint",
     "OptimizerState",
+    "Region",
+    "RegionLayout",
     "TensorEntry",
+    "TensorRegions",
     "convert_to_single_file",
     "describe",
     "is_complete",

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_bigmodel.checkpoint._pickle import read_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
+from lightning_bigmodel.checkpoint.regions import TensorRegions
 
 Progress = Callable[[str], None]
 
@@ -44,7 +45,9 @@ def write_tensors(directory: Path, state: dict[str, Any], ranks: Ranks) -> dcp_m
         RuntimeError: On every rank, if writing failed on any; names the rank.
     """
     # A tuple hides values that have `state_dict()`: torch would call it and save the outcome in their place.
-    wrapped = {key: value if isinstance(value, torch.Tensor) else (value,) for key, value in state.items()}
+    wrapped = {
+        key: value if isinstance(value, (torch.Tensor, TensorRegions)) else (value,) for key, value in state.items()
+    }
     try:
         with _without_process_group_warning():
             metadata = save(
@@ -73,11 +76,12 @@ def read_values(
 
     Args:
         directory: A complete checkpoint.
-        targets: Key to a tensor of the saved shape, or to ``None`` for a value that is no tensor.
+        targets: Key to a tensor of the saved shape, to the regions of one, or to ``None`` for a value that is no
+            tensor.
         weights_only: Refuse pickles that are more than tensors and plain containers.
         on_read: Called with the key after each value.
     """
-    objects = [key for key, value in targets.items() if not isinstance(value, torch.Tensor)]
+    objects = [key for key, value in targets.items() if not isinstance(value, (torch.Tensor, TensorRegions))]
     remaining = set(targets)
 
     def report(key: str) -> None:
@@ -143,6 +147,10 @@ class _Writer(FileSystemWriter):
 
 
 class _WritePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: dcp_metadata.MetadataIndex) -> Any:
+        regions = self.state_dict.get(index.fqn)
+        return regions.part(index) if isinstance(regions, TensorRegions) else super().lookup_object(index)
+
     def create_local_plan(self) -> SavePlan:
         try:
             return super().create_local_plan()
@@ -155,6 +163,21 @@ class _ReadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._weights_only = weights_only
         self._report = report
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: dcp_metadata.Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        # torch 2.11 to 2.14 puts None in place of values whose type it does not know.
+        regions = {key: value for key, value in state_dict.items() if isinstance(value, TensorRegions)}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict.update(regions)
+
+    def lookup_tensor(self, index: dcp_metadata.MetadataIndex) -> torch.Tensor:
+        regions = self.state_dict.get(index.fqn)
+        return regions.part(index) if isinstance(regions, TensorRegions) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn

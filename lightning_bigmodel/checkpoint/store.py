@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
@@ -35,6 +36,7 @@ from lightning_bigmodel.checkpoint.index import (
     read_index,
     write_mark,
 )
+from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import OptimizerState
 
 __all__ = [
@@ -141,6 +143,7 @@ def load_sharded(
     model_names: Collection[str] | None = None,
     optimizer_names: Collection[str] | None = None,
     layout: Mapping[str, int] | None = None,
+    regions: Mapping[str, RegionLayout] | None = None,
     weights_only: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
@@ -158,6 +161,8 @@ def load_sharded(
         optimizer_names: Parameters whose optimizer state is read; one that has none saved gets none. ``()`` reads the
             groups alone. Default: ``None``, all.
         layout: This run's layout, to decide whether ``rank_state`` fits. Default: ``None``, only their number counts.
+        regions: Parameter name to what this rank holds of it; such a parameter, and optimizer state of its shape, is
+            read as the local tensor. Default: ``None``, whole tensors.
         weights_only: See above. Default: ``False``.
         process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
 
@@ -183,7 +188,7 @@ def load_sharded(
     def read() -> None:
         index = read_index(found, check_files=False)
         own_rank = ranks.rank if _same_layout(index, layout, ranks.num_ranks) else None
-        loaded.append(_read(found, index, model_names, optimizer_names, own_rank, weights_only))
+        loaded.append(_read(found, index, model_names, optimizer_names, own_rank, regions or {}, weights_only))
 
     ranks.agree("Reading the checkpoint", read)
     return loaded[0]
@@ -241,6 +246,16 @@ def _write_own(directory: Path, rank: int, rank_state: dict[str, Any]) -> dict[s
     return {path.name: path.stat().st_size for path in own}
 
 
+def _target(index: CheckpointIndex, key: str, layout: RegionLayout | None) -> Any:
+    """Memory to read a value into: of this rank's part, where it has one; None for what is no tensor."""
+    entry = index.tensors.get(key)
+    if entry is None:
+        return None
+    if layout is None or layout.shape != entry.shape:
+        return entry.allocate()
+    return TensorRegions(torch.empty(layout.local_shape, dtype=entry.torch_dtype), layout)
+
+
 def _same_layout(index: CheckpointIndex, layout: Mapping[str, int] | None, num_ranks: int) -> bool:
     return index.num_ranks == num_ranks and (layout is None or index.layout == dict(layout))
 
@@ -251,21 +266,23 @@ def _read(
     model_names: Collection[str] | None,
     optimizer_names: Collection[str] | None,
     own_rank: int | None,
+    regions: Mapping[str, RegionLayout],
     weights_only: bool,
 ) -> LoadedCheckpoint:
     available = index.model_names
     names = list(available) if model_names is None else list(model_names)
     if missing := set(names) - set(available):
         raise ValueError(f"`{directory}` lacks {list_with_nearest(missing, available)}.")
-    wanted = {model_key(name) for name in names}
+    wanted = {model_key(name): name for name in names}
     owners = None if optimizer_names is None else set(optimizer_names)
     optimizer_keys = [
         {name: keys for name, keys in index.optimizer_keys(number).items() if owners is None or name in owners}
         for number in range(index.num_optimizers or 0)
     ]
-    wanted.update(key for by_name in optimizer_keys for keys in by_name.values() for key in keys.values())
-    values = {key: index.tensors[key].allocate() if key in index.tensors else None for key in sorted(wanted)}
-    _dcp.read_values(directory, values, weights_only=weights_only)
+    wanted.update((key, name) for by_name in optimizer_keys for name, keys in by_name.items() for key in keys.values())
+    targets = {key: _target(index, key, regions.get(wanted[key])) for key in sorted(wanted)}
+    _dcp.read_values(directory, targets, weights_only=weights_only)
+    values = {key: value.local if isinstance(value, TensorRegions) else value for key, value in targets.items()}
     pickled = read_pickled(directory / METADATA_FILE, weights_only=weights_only)
     model_state: OrderedDict[str, Any] = OrderedDict((name, values[model_key(name)]) for name in names)
     set_module_versions(model_state, pickled["module_versions"])

@@ -22,6 +22,7 @@ from lightning_bigmodel.mesh.build import RankMesh
 from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.pipeline import gate as gates
 from lightning_bigmodel.pipeline.exchange import gather_objects
+from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
     MicrobatchWeight,
@@ -32,6 +33,7 @@ from lightning_bigmodel.pipeline.microbatch import (
     weighted_mean,
 )
 from lightning_bigmodel.pipeline.ownership import ParameterShare
+from lightning_bigmodel.pipeline.passes import Passes
 from lightning_bigmodel.pipeline.planning import Planner
 from lightning_bigmodel.pipeline.schedules import (
     build_schedule,
@@ -150,6 +152,7 @@ class PipelineEngine:
         self._torch_schedule: Any = None
         self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
+        self.places = GradientPlaces(rank_mesh.data_group)
         self.metrics: MetricLink | None = None
         self._loose_buffers: list[str] = []
 
@@ -162,6 +165,16 @@ class PipelineEngine:
     def stage_indices(self) -> list[int]:
         """Stages of this rank."""
         return stages_of_rank(self.schedule, self.mesh.pipe_size, self.mesh.pipe_rank) if self.num_stages > 1 else [0]
+
+    @property
+    def passes(self) -> Passes:
+        """Told of the passes of this rank's first stage."""
+        return self._stages[0].passes
+
+    @property
+    def stages(self) -> list[MicrobatchStage]:
+        """This rank's stages, in order."""
+        return self._stages
 
     # -- set up and take down ------------------------------------------------------------------------------------------
 
@@ -260,6 +273,7 @@ class PipelineEngine:
         self._set_tasks("train", microbatches, shares, weights, step, log)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedule, self.num_microbatches, self.device)
+        self.places.settle()
         own = self._payload("train", log if counts else None, before, microbatches, shares)
         if not self._checked_gradients:
             own.missing = self._untrained_names()
@@ -289,7 +303,7 @@ class PipelineEngine:
         return weighted_mean(values, shares), total / kept if kept and kept != total else 1.0
 
     def _scale_gradients(self, factor: float) -> None:
-        for parameter in self.trained_parameters():
+        for parameter in self.places.accumulating(self.trained_parameters()):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -300,7 +314,8 @@ class PipelineEngine:
         log.weight = float(log.num_samples)
         with _replaced_log(self.root, log, self.metrics):
             if self.num_stages == 1:
-                result = step(batch)
+                with self.passes.forward(0):
+                    result = step(batch)
             else:
                 self._set_tasks(kind, [batch], [1.0], [log.weight], step, log)
                 run_forwards(self._stages, 1)
@@ -316,7 +331,8 @@ class PipelineEngine:
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
         log.weight = weights[0]
         with _replaced_log(self.root, log, self.metrics):
-            result = step(batch)
+            with self.passes.forward(0):
+                result = step(batch)
             log.note_loss(loss_of(result))
         own = self._logged(log if counts else None)
         own.is_last = True
@@ -447,7 +463,7 @@ class PipelineEngine:
         return {
             self.share.names[id(parameter)]
             for parameter in self.trained_parameters()
-            if parameter.grad is None and id(parameter) in trace.trained
+            if not self.places.had_gradient(parameter) and id(parameter) in trace.trained
         }
 
     def _check_gradients(self, payloads: list[_Payload]) -> None:

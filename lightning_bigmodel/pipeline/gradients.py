@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["GradientWindow", "clip_by_norm"]
+__all__ = ["GradientPlaces", "GradientWindow", "clip_by_norm"]
 
 SumTensors = Callable[[Sequence[Tensor], "dist.ProcessGroup | None"], None]
+
+
+class GradientPlaces:
+    """Where gradients are: in the parameters, unless sharding puts them elsewhere.
+
+    Args:
+        data_group: The ranks over which gradients of whole parameters are summed.
+    """
+
+    sums_early = False  # whether gradients of several ranks are summed before `complete`
+
+    def __init__(self, data_group: dist.ProcessGroup | None) -> None:
+        self.data_group = data_group
+
+    def holder(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What has this rank's part of the gradient of `parameter` once `complete` was called."""
+        return parameter
+
+    def accumulating(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What gradients accumulate in while a schedule runs."""
+        return list(parameters)
+
+    def had_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has made a gradient of `parameter` since the window began."""
+        return parameter.grad is not None
+
+    def summed_over(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """The ranks that still have to sum what `holder` has."""
+        return self.data_group
+
+    def settle(self) -> None:
+        """The schedule of a batch is over. Collective where states are sharded."""
+
+    def complete(self) -> None:
+        """Move what is left into the holders. Collective where states are sharded."""
+
+    def show(self) -> None:
+        """The window is over: let user code see gradients."""
+
+    def discard(self) -> None:
+        """The window is over, or its gradients were erased."""
 
 
 class GradientWindow:
@@ -26,7 +67,7 @@ class GradientWindow:
         shared_groups: Owner set -> its process group (None where this rank is not a member).
         trained: Tells the ids of the parameters the loss depends on; None if unknown. Only these get zeros where a rank
             has no gradient.
-        data_group: The data ranks.
+        places: Where gradients are.
         sum_tensors: Sums a list of tensors over a group, in place.
         divides: False leaves the plain sum, for losses that are sums over samples.
 
@@ -40,16 +81,17 @@ class GradientWindow:
         shared: Mapping[tuple[int, ...], Sequence[nn.Parameter]],
         shared_groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         trained: Callable[[], Collection[int]] | None,
-        data_group: dist.ProcessGroup | None,
+        places: GradientPlaces,
         sum_tensors: SumTensors,
         *,
         divides: bool = True,
     ) -> None:
         self._parameters, self._shared, self._groups = parameters, shared, shared_groups
-        self._trained, self._data_group, self._sum = trained, data_group, sum_tensors
-        self._data_size = dist.get_world_size(data_group)
+        self._trained, self._places, self._sum = trained, places, sum_tensors
+        self._data_size = dist.get_world_size(places.data_group)
         self._divides = divides
         self._reference: float | None = None
+        self._agreed: float | None = None
         self._total = 0.0
         self._dirty = False
 
@@ -59,57 +101,85 @@ class GradientWindow:
         Weights are taken relative to the window's first batch, so that equal batches enter with exactly 1.
         """
         if self._reference is None:
-            self._reference = weight or 1.0
+            self._reference = self._common_reference(weight) if self._places.sums_early else weight or 1.0
         self._total += weight
         self._dirty = True
         return weight / self._reference
 
+    def _common_reference(self, weight: float) -> float:
+        """One reference for the run: ranks' gradients are summed before the window's total weight is known."""
+        if self._agreed is None:
+            largest = torch.tensor(weight, dtype=torch.float64)
+            if self._data_size > 1:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._places.data_group)
+            self._agreed = float(largest) or 1.0
+        return self._agreed
+
     def discard(self) -> None:
         """Forget the window: the host has erased the gradients."""
         self._reference, self._total, self._dirty = None, 0.0, False
+        self._places.discard()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make `parameter.grad` the gradient of the mean over the whole window, on every rank. Does nothing twice."""
+        """Complete the gradient of the mean over the whole window, on every rank. Does nothing twice."""
         if not self._dirty:
             return
+        places = self._places
+        places.complete()
+        tied: set[int] = set()
         for owners, parameters in self._shared.items():
             group = self._groups.get(owners)
             if group is not None:
-                self._sum(self._filled([p for p in parameters if self._is_trained(p)]), group)
+                trained = [p for p in parameters if self._is_trained(p)]
+                tied |= {id(p) for p in trained}
+                self._sum(_filled([places.holder(p) for p in trained]), group)
         reference, total = self._reference or 1.0, self._total
         parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if self._data_size > 1:
-            parameters, total = self._agree(parameters, total)
+        parameters, total = self._agree(parameters, total, tied)
+        holders = [places.holder(parameter) for parameter in parameters]
         if total and self._divides:
             factor = reference / total
-            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = [holder.grad for holder in holders if holder.grad is not None]
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
         if self._data_size > 1:
-            self._sum(self._filled(parameters), self._data_group)
-        self.discard()
+            by_group: dict[dist.ProcessGroup | None, list[nn.Parameter]] = {}
+            for parameter, holder in zip(parameters, holders, strict=True):
+                by_group.setdefault(places.summed_over(parameter), []).append(holder)
+            for group, members in by_group.items():
+                if dist.get_world_size(group) > 1:
+                    self._sum(_filled(members), group)
+        self._reference, self._total, self._dirty = None, 0.0, False
+        places.show()
 
-    def _agree(self, parameters: list[nn.Parameter], total: float) -> tuple[list[nn.Parameter], float]:
+    def _agree(
+        self, parameters: list[nn.Parameter], total: float, tied: Collection[int]
+    ) -> tuple[list[nn.Parameter], float]:
         """Which parameters have a gradient on any data rank, and the weight of all of them."""
         device = parameters[0].device if parameters else torch.device("cpu")
-        present = [float(p.grad is not None) for p in parameters]
-        numbers = torch.tensor([total, *present], dtype=torch.float64, device=device)
-        dist.all_reduce(numbers, group=self._data_group)
-        sums = numbers.tolist()
+        present = [float(id(p) in tied or self._places.had_gradient(p)) for p in parameters]
+        sums = [total, *present]
+        if self._data_size > 1:
+            numbers = torch.tensor(sums, dtype=torch.float64, device=device)
+            dist.all_reduce(numbers, group=self._places.data_group)
+            sums = numbers.tolist()
+        for parameter, count in zip(parameters, sums[1:], strict=True):
+            if not count:  # unused everywhere: the optimizer must leave it and its moments alone
+                self._places.holder(parameter).grad = None
         return [p for p, count in zip(parameters, sums[1:], strict=True) if count], sums[0]
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad and (self._trained is None or id(parameter) in self._trained())
 
-    @staticmethod
-    def _filled(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        gradients = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        return gradients
+
+def _filled(holders: Sequence[nn.Parameter]) -> list[Tensor]:
+    gradients = []
+    for holder in holders:
+        if holder.grad is None:
+            holder.grad = torch.zeros_like(holder)
+        gradients.append(holder.grad)
+    return gradients
 
 
 @torch.no_grad()
@@ -117,30 +187,32 @@ def clip_by_norm(
     gradients: Sequence[Tensor],
     counted: Sequence[Tensor],
     max_norm: float,
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup | None],
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Scale this rank's gradients by the norm over all ranks of the pipeline.
+    """Scale this rank's gradients by the norm over all ranks that hold parts of one model.
 
     Args:
         gradients: What to scale.
-        counted: Those of them this rank answers for, so that tied parameters count once.
+        counted: Those of them this rank answers for, so that each parameter counts once.
         max_norm: Largest norm allowed.
-        group: The pipeline.
+        groups: Axes of the mesh over which parts of one model lie: the pipeline, the shards.
         norm_type: 2, another p, or infinity.
 
     Returns:
-        The total norm, equal on every rank. Communication: one number.
+        The total norm, equal on every rank. Communication: one number a group.
     """
     device = gradients[0].device if gradients else torch.device("cpu")
     norms = torch._foreach_norm(list(counted), norm_type) if counted else []
     own = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type) if norms else None
     total = torch.zeros((), device=device) if own is None else own.to(device)
     if norm_type == float("inf"):
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        for group in groups:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
     else:
         total = total**norm_type
-        dist.all_reduce(total, group=group)
+        for group in groups:
+            dist.all_reduce(total, group=group)
         total = total ** (1.0 / norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
     if gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -130,9 +130,14 @@ class ParameterShare:
                 parameter.grad = None
         self._released = True
 
-    def move_to(self, device: torch.device) -> None:
-        """Move what this rank holds; a plain `module.to` would give expanded parameters memory."""
+    def move_to(self, device: torch.device, keep: Collection[int] = ()) -> None:
+        """Move what this rank holds, but the parameters with an id in `keep`.
+
+        A plain `module.to` would give expanded parameters memory.
+        """
         for parameter in self.module.parameters():
+            if id(parameter) in keep:
+                continue
             if self.is_owned(parameter) or not parameter.numel():
                 parameter.data = parameter.data.to(device)
             else:

@@ -39,21 +39,23 @@ class ScheduleSpec:
         is_v: Whether a rank's two stages mirror each other (first and last on rank 0) instead of being dealt in turn.
         min_microbatches_per_stage: 1 where there must be as many micro-batches as stages in all.
         whole_rounds: Whether the number of micro-batches must be a multiple of the number of rounds.
+        splits_backward: Whether gradients of weights are computed apart from those of inputs.
     """
 
     stages_per_rank: int
     is_v: bool = False
     min_microbatches_per_stage: int = 0
     whole_rounds: bool = False
+    splits_backward: bool = False
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     "GPipe": ScheduleSpec(1),
     "1F1B": ScheduleSpec(1, min_microbatches_per_stage=1),
     "Interleaved1F1B": ScheduleSpec(2, whole_rounds=True),
-    "InterleavedZeroBubble": ScheduleSpec(2, whole_rounds=True),
-    "ZBVZeroBubble": ScheduleSpec(2, is_v=True),
-    "DualPipeV": ScheduleSpec(2, is_v=True, min_microbatches_per_stage=1),
+    "InterleavedZeroBubble": ScheduleSpec(2, whole_rounds=True, splits_backward=True),
+    "ZBVZeroBubble": ScheduleSpec(2, is_v=True, splits_backward=True),
+    "DualPipeV": ScheduleSpec(2, is_v=True, min_microbatches_per_stage=1, splits_backward=True),
 }
 
 

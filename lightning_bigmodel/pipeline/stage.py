@@ -15,6 +15,7 @@ from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng, seed
 from lightning_bigmodel.pipeline.backward import SplitBackward
 from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
 from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
+from lightning_bigmodel.pipeline.passes import Passes
 
 __all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule", "loss_of"]
 
@@ -153,6 +154,7 @@ class MicrobatchStage:
         self.stage_index_to_group_rank: dict[int, int] = {i: i % self.group_size for i in range(num_stages)}
         self.output_chunks: list[Any] = []
         self.tasks: Sequence[MicrobatchTask] = ()
+        self.passes = Passes()
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -202,9 +204,12 @@ class MicrobatchStage:
         self, index: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = False
     ) -> Any:
         """Run the forward of one micro-batch; its inputs have arrived."""
-        if self._is_absent(index):
-            return torch.zeros((), device=self.device) if self.is_last else ()
-        task, flight = self.tasks[index], self._flight(index)
+        with self.passes.forward(index):
+            if self._is_absent(index):
+                return torch.zeros((), device=self.device) if self.is_last else ()
+            return self._forward(self.tasks[index], self._flight(index))
+
+    def _forward(self, task: MicrobatchTask, flight: _Flight) -> Any:
         plan = task.plan
         for key, tensor in zip(plan.received, flight.inputs, strict=True):
             tensor.requires_grad_(plan.spec(key).requires_grad and self.has_backward)
@@ -262,9 +267,14 @@ class MicrobatchStage:
         self, index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Backward of one micro-batch, or its input half; the gradients of its outputs have arrived."""
-        if not self.has_backward or self._is_absent(index):
+        if not self.has_backward:
             return
-        task, flight = self.tasks[index], self._flight(index)
+        self.passes.begin_backward(index)
+        if not self._is_absent(index):
+            self._backward(self.tasks[index], self._flight(index), full_backward)
+        (self.passes.end_backward if full_backward else self.passes.pause_backward)(index)
+
+    def _backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
         outputs, gradients, passing = self._roots(task, flight)
         inputs, flight.inputs, flight.outputs, flight.gradients = flight.inputs, [], [], []
         if full_backward:
@@ -299,12 +309,15 @@ class MicrobatchStage:
 
     def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
         """The weight half of the backward of one micro-batch."""
-        if not self.has_backward or self._is_absent(index):
+        if not self.has_backward:
             return
-        split = self._flight(index).split
-        assert split is not None, "the input half of a backward comes before its weight half"
-        split.weights()
-        self._flight(index).split = None
+        self.passes.begin_backward(index)
+        if not self._is_absent(index):
+            split = self._flight(index).split
+            assert split is not None, "the input half of a backward comes before its weight half"
+            split.weights()
+            self._flight(index).split = None
+        self.passes.end_backward(index)
 
     def get_bwd_send_ops(self, index: int) -> list[dist.P2POp]:
         """Operations that send the gradients of one micro-batch's inputs."""

@@ -14,6 +14,7 @@ from lightning_bigmodel.pipeline.engine import PipelineEngine
 from lightning_bigmodel.pipeline.gradients import GradientWindow
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight
 from lightning_bigmodel.pipeline.ownership import ParameterShare
+from lightning_bigmodel.strategies.sharded import ShardedRun
 
 __all__ = ["StrategyBase"]
 
@@ -28,6 +29,8 @@ class StrategyBase(ParallelStrategy):
         self._mesh: RankMesh | None = None
         self._engine: PipelineEngine | None = None
         self._window: GradientWindow | None = None
+        self._sharded: ShardedRun | None = None  # outlives the run too
+        self._idle_passes: tuple[int, int] = (0, 0)  # evaluation batches to come here, and more on other data ranks
         self._share: ParameterShare | None = None  # outlives the run: checkpoints may be saved after it
         self._num_steps = 0
         self._guard: FailureGuard | None = None

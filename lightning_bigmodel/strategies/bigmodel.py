@@ -16,18 +16,20 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
             return one loss                    # its graph is one node
         on_before_zero_grad, optimizer.zero_grad
         on_before_backward, loss.backward      # the set-aside gradients enter parameter.grad, weighted
-        synchronize gradients                  # last batch of the window: tied parameters, data ranks, total weight
+        synchronize gradients                  # last batch of the window: tied parameters, data ranks, total weight;
+                                               # from ZeRO stage 2 on they have become rows in each backward
         on_after_backward
         on_before_optimizer_step
         clip gradients                         # norm over all ranks of the pipeline
-    optimizer.step                             # every rank: the parameters it owns
+    optimizer.step                             # every rank: the parameters, or rows of them, it owns
+    publish                                    # ZeRO stages 1 and 2: all ranks get the new rows of all parameters
     on_train_batch_end
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -50,6 +52,7 @@ from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weigh
 from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
+from lightning_bigmodel.sharding.optimizers import adapt_optimizer
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
 from lightning_bigmodel.strategies.collectives import CollectiveHooks
 from lightning_bigmodel.strategies.combinations import (
@@ -59,6 +62,8 @@ from lightning_bigmodel.strategies.combinations import (
     check_precision,
 )
 from lightning_bigmodel.strategies.predictions import gather_predictions
+from lightning_bigmodel.strategies.sharded import ShardedRun
+from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, named_blocks
 from lightning_bigmodel.strategies.steps import StepHooks
 
 __all__ = ["BigModelStrategy"]
@@ -67,7 +72,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
-    """Train an unchanged LightningModule over a pipeline of ranks and data-parallel replicas of it.
+    """Train an unchanged LightningModule over a pipeline of ranks, data-parallel replicas and shards of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
     module's own `training_step` on every micro-batch, computing only its blocks. Losses, metrics, checkpoints and
@@ -78,11 +83,28 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
     Memory a rank: its own parameters, gradients and optimizer state; activations of up to as many micro-batches as
     there are stages (1F1B) or of all (GPipe). Communication a step: for each cut and micro-batch the tensors that cross
     it, once forward and once backward; tied parameters' gradients over their owners; with several data ranks all
-    gradients once.
+    gradients once. ZeRO (arXiv 1910.02054) shards over N of the data ranks, for P bytes of parameters and M
+    micro-batches a rank keeps and sends (gathers and reduce-scatters count P each):
+
+    ===== ========== ========= =============== ===============================================
+    stage parameters gradients optimizer state communication a step
+    ===== ========== ========= =============== ===============================================
+    0     P          P         2P (Adam)       one all-reduce
+    1     P          P         2P / N          one reduce-scatter, one gather
+    2     P          P / N     2P / N          M reduce-scatters, one gather
+    3     P / N      P / N     2P / N          M reduce-scatters, 2 M gathers (`keep_gathered`: one)
+    ===== ========== ========= =============== ===============================================
 
     Args:
         pipeline_parallel_size: Ranks the model is cut over, in order; the remaining ranks are data-parallel replicas.
             `"all"` takes every rank.
+        zero_stage: What the data ranks shard instead of replicate: 0 nothing, 1 optimizer state, 2 also gradients,
+            3 also parameters.
+        data_replicate_size: With `zero_stage` above 0, whole-model replicas; the data ranks of each shard one model.
+            Default: shards lie within a machine, and machines are replicas.
+        keep_gathered: With `zero_stage=3`, keep parameters from their first use in a step to the optimizer step.
+        reduce_every_microbatch: Whether gradients are reduced to shards after each micro-batch, or whole ones are kept
+            and reduced once a step. Default: as the stage says; False in stage 2 or 3 saves communication for memory.
         num_microbatches: Parts each training batch is split into; a smaller batch gives fewer. Default: twice the
             number of stages in a pipeline, else 1. Evaluation batches are not split.
         schedule: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"InterleavedZeroBubble"`, `"ZBVZeroBubble"` or
@@ -120,6 +142,10 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         num_microbatches: int | None = None,
         schedule: str = "1F1B",
         blocks: str | list[str] = "auto",
+        zero_stage: Literal[0, 1, 2, 3] = 0,
+        data_replicate_size: int | None = None,
+        keep_gathered: bool = False,
+        reduce_every_microbatch: bool | None = None,
         microbatch_weight: Literal["samples", "equal", "sum"] | Callable[[Any], Any] = "samples",
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         process_group_backend: str | None = None,
@@ -141,11 +167,13 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
         check_weight(microbatch_weight)
         check_blocks(blocks)
-        if pipeline_parallel_size == 1 and (schedule != "1F1B" or blocks != "auto"):
+        if pipeline_parallel_size == 1 and (schedule != "1F1B" or (blocks != "auto" and zero_stage != 3)):
             raise ValueError(
                 f"`schedule={schedule!r}` and `blocks={blocks!r}` cut a model over ranks, but "
                 "`pipeline_parallel_size=1`. Set `pipeline_parallel_size` to 2 or more, or leave both out."
             )
+        self._sharding = ShardingSettings(zero_stage, data_replicate_size, keep_gathered, reduce_every_microbatch)
+        self._sharding.check(schedule)
         self.num_nodes = 1
         self._pipeline_parallel_size = pipeline_parallel_size
         self._num_microbatches = num_microbatches
@@ -205,7 +233,12 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         with self._phase("setup"):
             size = self._pipeline_parallel_size
             pipeline_size = self.world_size if isinstance(size, str) else size
-            layout = Layout.resolve(self.world_size, pipeline_parallel_size=pipeline_size)
+            layout = Layout.resolve(
+                self.world_size,
+                pipeline_parallel_size=pipeline_size,
+                data_replicate_size=self._sharding.replicas(self.world_size, pipeline_size, 1, self.num_processes),
+                zero_stage=self._sharding.zero_stage,
+            )
             self._mesh = build_rank_mesh(layout, self.root_device.type)
             self._seed = self.broadcast(torch.initial_seed() % (1 << 62))
         assert self.lightning_module is not None
@@ -248,7 +281,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self._partition(trainer)
-        self.model_to_device()
+        self._place(trainer)
         self.setup_precision_plugin()
         _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm)
         if fitting:
@@ -275,17 +308,42 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         else:
             self.engine.partition(batch, lambda _: None)
         self.engine.install()
-        share = self._share = self.engine.share
+        self._share = self.engine.share
+        self.engine.planner.tracing = lambda: _host.silent_loggers(trainer)
+
+    def _place(self, trainer: pl.Trainer) -> None:
+        """Put what this rank holds on its device, in shards where so asked, and begin a window of gradients."""
+        engine, share, settings = self.engine, self.engine.share, self._sharding
         assert share is not None
+        self._sharded = None
+        if settings.zero_stage != 3:
+            self.model_to_device()
+        if settings.zero_stage:
+            self._sharded = ShardedRun(
+                engine,
+                share,
+                self.mesh,
+                self.root_device,
+                zero_stage=settings.zero_stage,
+                keep_gathered=settings.keep_gathered,
+                reduce_every_microbatch=settings.reduces_every_microbatch,
+                shows_gradients=_host.looks_at_gradients(trainer),
+                blocks=None if self._blocks == "auto" else named_blocks(engine.root, self._blocks),
+            )
+            engine.places = self._sharded
+            for optimizer in self.optimizers:
+                self._sharded.shards.hand_to(optimizer)
+                adapt_optimizer(optimizer, self._sharded.records)
+        if settings.zero_stage == 3:
+            self.model_to_device()
         shared = share.shared()
-        planner = self.engine.planner
-        planner.tracing = lambda: _host.silent_loggers(trainer)
+        planner = engine.planner
         self._window = GradientWindow(
             share.owned,
             shared,
             build_pipe_subgroups(self.mesh, list(shared)),
             None if planner.first_trace is None else lambda: planner.trained,
-            self.mesh.data_group,
+            engine.places,
             all_reduce_sum,
             divides=self._microbatch_weight != "sum",
         )
@@ -293,7 +351,9 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
     @override
     def model_to_device(self) -> None:
         assert self.engine.share is not None
-        self.engine.share.move_to(self.root_device)
+        sharded = self._sharded
+        kept = {id(p) for p in self.engine.share.owned if sharded and not sharded.is_whole and sharded.is_sharded(p)}
+        self.engine.share.move_to(self.root_device, kept)
         assert self.lightning_module is not None
         _host.set_device(self.lightning_module, self.root_device)
 
@@ -338,15 +398,19 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
 
     @override
     def on_validation_start(self) -> None:
-        self._share_buffers()
+        self._start_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self._share_buffers()
+        self._start_evaluation()
 
     @override
     def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
         self._share_buffers()
+        self._keep_pace()
 
     def _share_buffers(self) -> None:
         """Running statistics of replicas drift apart in training; evaluate all with those of the first, as DDP does."""
@@ -378,6 +442,8 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             _host.restore_norm_clipping(self.precision_plugin)
             self._num_steps = self._engine.num_steps
             with nullcontext() if self._failed else self._phase("teardown"):
+                if self._sharded is not None:
+                    (self._sharded.give_up if self._failed else self._sharded.restore)()
                 self._engine.uninstall(restore=not self._failed)
         if self._guard is not None:
             self._guard.close()
@@ -394,10 +460,35 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
 
         return describe_ranks(self.engine, self.mesh)
 
+    @contextmanager
+    def whole_parameters(self, *, write: bool = True) -> Iterator[None]:
+        """Every parameter this rank's stages hold is whole within; for hooks that read or change weights.
+
+        Call it on all ranks together, outside of a step. Does nothing where parameters are whole anyway.
+
+        Args:
+            write: Whether changes made within are kept. All ranks must make the same ones.
+
+        Memory and communication: all parameters of this rank's stages, once (`zero_stage=3`).
+        """
+        with self._sharded.gathered(write=write) if self._sharded is not None else nullcontext():
+            yield
+
+    def whole_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The whole gradient of a parameter in `on_before_optimizer_step`, or None. Call it on all ranks together.
+
+        Communication: the gradient once over the shards (`zero_stage` 1 to 3); none without sharding.
+        """
+        return parameter.grad if self._sharded is None else self._sharded.whole_gradient(parameter)
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("bigmodel", cls, description="Data-parallel replicas")
+        for stage, what in ((1, "optimizer state"), (2, "optimizer state and gradients"), (3, "all states")):
+            strategy_registry.register(
+                f"bigmodel_zero{stage}", cls, description=f"Data ranks shard {what} (ZeRO {stage})", zero_stage=stage
+            )
         strategy_registry.register(
             "bigmodel_pipeline",
             cls,

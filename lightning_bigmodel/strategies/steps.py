@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -50,6 +51,8 @@ class StepHooks(StrategyBase):
         step = self._step("training_step", (*args, *kwargs.values()))
         window = self._window
         assert window is not None
+        if self._sharded is not None:
+            self._sharded.hide()
         with self._phase("training_step"):
             if not self.engine.is_pipelined:
                 outcome = self.engine.observe(batch, step, counts=counts)
@@ -66,9 +69,8 @@ class StepHooks(StrategyBase):
                     outcomes.append(self.engine.train(batch, step, counts=counts))
                     return outcomes[0].loss
 
-                scheduled = run_as_one_node(
-                    schedule, self.engine.trained_parameters(), lambda outer: scale_later[0](outer)
-                )
+                accumulating = self.engine.places.accumulating(self.engine.trained_parameters())
+                scheduled = run_as_one_node(schedule, accumulating, lambda outer: scale_later[0](outer))
                 outcome = outcomes[0]
                 self._replay(outcome)
                 if scheduled is None:
@@ -84,6 +86,9 @@ class StepHooks(StrategyBase):
         assert self._window is not None
         self._window.add(0.0)
         self._skipped_batch = True
+        if not self.engine.is_pipelined:  # other data ranks go through a backward
+            self.engine.passes.begin_backward(0)
+            self.engine.passes.end_backward(0)
 
     @override
     def post_training_step(self) -> None:
@@ -132,7 +137,39 @@ class StepHooks(StrategyBase):
         with self._phase(name):
             outcome = self.engine.evaluate(name, args[0], self._step(name, args))
             self._replay(outcome)
+            if self._sharded is not None:
+                here, more = self._idle_passes
+                self._idle_passes = (here - 1, more)
+                if here == 1:
+                    self._idle(more)
             return outcome.result
+
+    def _keep_pace(self) -> None:
+        """Before an evaluation: data ranks with fewer batches than others still gather parameters with them."""
+        if self._sharded is None or self._sharded.is_whole or self.mesh.data_size == 1:
+            return
+        own = _host.num_evaluation_batches(self._trainer())
+        numbers = torch.tensor([own, -own], dtype=torch.float64)
+        with self._phase("evaluation start"):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.mesh.data_group)
+        most, fewest = float(numbers[0]), -float(numbers[1])
+        if most != fewest and most == float("inf"):
+            raise ValueError(
+                "Evaluation loaders without a length give data ranks different numbers of batches, but with "
+                "`zero_stage=3` all ranks put parameters together batch by batch. Give the loaders a length, set "
+                "`limit_val_batches` (or its like) to a number, or use `zero_stage=2`."
+            )
+        if most == float("inf"):
+            self._idle_passes = (0, 0)  # the user sees to it that ranks have equally many
+            return
+        self._idle_passes = (int(own), int(most - own))
+        if not own:
+            self._idle(int(most))
+
+    def _idle(self, num_passes: int) -> None:
+        assert self._sharded is not None
+        for _ in range(num_passes):
+            self._sharded.idle_pass()
 
     def _replay(self, outcome: StepOutcome) -> None:
         """Log on every rank, once, what one process would have logged.
@@ -166,7 +203,15 @@ class StepHooks(StrategyBase):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if not self.engine.is_pipelined:
+            self.engine.passes.begin_backward(0)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
+        if not self.engine.is_pipelined:
+            with self._phase("gradient reduction"):
+                self.engine.passes.end_backward(0)
         if not self._blocks_sync:
             self._synchronize_gradients()
 
@@ -191,37 +236,48 @@ class StepHooks(StrategyBase):
             self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
             return result
 
-        with self._phase("optimizer_step"), self._whole_norms():
-            return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+        with self._phase("optimizer_step"):
+            with self._whole_norms():
+                result = super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+            if self._sharded is not None:
+                self._sharded.shards.published_by(optimizer)
+            return result
 
     @contextmanager
     def _whole_norms(self) -> Generator[None, None, None]:
-        """`torch.nn.utils.clip_grad_norm_` called by the user's hooks clips by the norm over the pipeline too."""
-        original = torch.nn.utils.clip_grad_norm_
+        """Clipping functions of torch, called by the user's hooks, clip whole gradients wherever their parts are."""
+        norm, value = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
 
         def clip_grad_norm_(
             parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
         ) -> Tensor:
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            return self._clip(parameters, float(max_norm), float(norm_type))
+            return self._clip(self._holders(parameters), float(max_norm), float(norm_type))
 
-        if self.mesh.pipe_size > 1:
-            torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+        def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+            value(self._holders(parameters), clip_value, *args, **kwargs)
+
+        if self.mesh.pipe_size > 1 or self._sharded is not None:
+            torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
         try:
             yield
         finally:
-            torch.nn.utils.clip_grad_norm_ = original
+            torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = norm, value
+
+    def _holders(self, parameters: Any) -> list[Any]:
+        """What has the gradients of parameters, or of the row shards of an optimizer."""
+        given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return [self.engine.places.holder(parameter) for parameter in given]
 
     def _clip(self, parameters: Sequence[Any], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        share = self.engine.share
+        share, sharded = self.engine.share, self._sharded
         assert share is not None
-        counted = {id(parameter) for parameter in share.counted}
+        counted = sharded.counted(share) if sharded is not None else {id(parameter) for parameter in share.counted}
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         return clip_by_norm(
             [parameter.grad for parameter in parameters],
             [parameter.grad for parameter in parameters if id(parameter) in counted],
             max_norm,
-            self.mesh.pipe_group,
+            [self.mesh.pipe_group, *(sharded.clipping_groups() if sharded is not None else ())],
             norm_type,
         )
 

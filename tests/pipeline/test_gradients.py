@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bigmodel.pipeline.gradients import GradientWindow, clip_by_norm
+from lightning_bigmodel.pipeline.gradients import GradientPlaces, GradientWindow, clip_by_norm
 from lightning_bigmodel.testing import run_ranks
 
 
@@ -36,7 +36,7 @@ def _weighted() -> list[float]:
     """Two data ranks with batches of 3 and 1, and of 2 samples, and a last one that weighs nothing."""
     rank = dist.get_rank()
     parameter, other = _parameter(0.0), _parameter(None if rank else 6.0)
-    window = GradientWindow([parameter, other], {}, {}, None, None, _sum)
+    window = GradientWindow([parameter, other], {}, {}, None, GradientPlaces(None), _sum)
     for gradient, weight in [[(1.0, 3.0), (5.0, 1.0)], [(7.0, 2.0), (9.0, 0.0)]][rank]:
         _add(window, parameter, gradient, weight)
     window.synchronize()
@@ -65,7 +65,7 @@ def _tied() -> tuple[list[float], Any, Any]:
         {(0, 1): [tied, unused]},
         {(0, 1): dist.group.WORLD},
         lambda: {id(tied), id(own)},
-        solo,
+        GradientPlaces(solo),
         _sum,
     )
     window.add(4.0)
@@ -88,7 +88,7 @@ def _clipped(norm_type: float, max_norm: float) -> tuple[float, list[list[float]
     tied, own = torch.full((1,), 3.0), torch.full((1,), [4.0, 12.0, 0.0][rank])
     gradients = [[tied, own], [tied, own], []][rank]
     counted = [[tied, own], [own], []][rank]
-    total = clip_by_norm(gradients, counted, max_norm, None, norm_type)
+    total = clip_by_norm(gradients, counted, max_norm, [None], norm_type)
     return float(total), [gradient.tolist() for gradient in gradients]
 
 

@@ -1,0 +1,106 @@
+"""A tensor of which this rank holds some rectangular regions, as a checkpoint writes and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+__all__ = ["Region", "RegionLayout", "TensorRegions"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a rectangular part of a whole tensor lies in a local one.
+
+    Attributes:
+        offsets: Its first element in the whole tensor.
+        local_offsets: Its first element in the local tensor.
+        sizes: Its size.
+    """
+
+    offsets: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """How a local tensor lies in a whole one.
+
+    Attributes:
+        shape: Shape of the whole tensor.
+        local_shape: Shape of the local one.
+        regions: Its parts; none where this rank holds nothing.
+    """
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def of_rows(cls, shape: Sequence[int], start: int, length: int) -> RegionLayout:
+        """The layout of some rows of a tensor.
+
+        Example:
+            >>> RegionLayout.of_rows((4, 3), 2, 2).regions
+            (Region(offsets=(2, 0), local_offsets=(0, 0), sizes=(2, 3)),)
+        """
+        local_shape = (length, *shape[1:])
+        zeros = (0,) * len(shape)
+        regions = (Region((start, *zeros[1:]), zeros, local_shape),) if all(local_shape) else ()
+        return cls(tuple(shape), local_shape, regions)
+
+
+class TensorRegions:
+    """A local tensor with its layout; torch.distributed.checkpoint asks it what to write and where to read to.
+
+    Args:
+        local: The local tensor, of `layout.local_shape`.
+        layout: How it lies in the whole.
+    """
+
+    def __init__(self, local: Tensor, layout: RegionLayout) -> None:
+        if tuple(local.shape) != layout.local_shape:
+            raise ValueError(f"A tensor of shape {list(local.shape)} does not fit {layout}.")
+        self.local, self.layout = local, layout
+
+    def size(self) -> torch.Size:
+        """Size of the whole tensor."""
+        return torch.Size(self.layout.shape)
+
+    def part(self, index: MetadataIndex) -> Tensor:
+        """The view of the local tensor that begins at an offset of the whole."""
+        (region,) = [r for r in self.layout.regions if index.offset is None or r.offsets == tuple(index.offset)]
+        return self._view(region)
+
+    def _view(self, region: Region) -> Tensor:
+        view = self.local
+        for dim, (offset, size) in enumerate(zip(region.local_offsets, region.sizes, strict=True)):
+            view = view.narrow(dim, offset, size)
+        return view
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(region.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(region),
+                    properties=TensorProperties.create_from_tensor(self.local),
+                    size=self.size(),
+                ),
+            )
+            for region in self.layout.regions
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(region) for region in self.layout.regions]
+
+
+def _chunk(region: Region) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(region.offsets), sizes=torch.Size(region.sizes))

@@ -1,0 +1,139 @@
+"""A parameter whose memory is elsewhere: it says so when it is read, or fetches its values where that is possible.
+
+A sharded parameter stays the same object, with its name, shape, dtype and optimizer options; only its class changes
+while its memory is given up, so that no operation can read memory that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["AbsentParameter", "mark_absent", "mark_present"]
+
+# What reads no values: shape, dtype, device, gradient slots, hooks.
+_VALUE_FREE: frozenset[Any] = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "layout",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+                "grad",
+                "itemsize",
+                "nbytes",
+                "is_cuda",
+                "is_cpu",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "is_mps",
+                "_version",
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
+            )
+        ),
+        *(
+            getattr(Tensor, name).__set__
+            for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+        ),
+        getattr(Tensor, "grad").__delete__,  # noqa: B009  # the descriptor, not the attribute
+        Tensor.size,
+        Tensor.stride,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_contiguous,
+        Tensor.get_device,
+        Tensor.requires_grad_,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.new_empty,
+        Tensor.new_tensor,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.empty_like,
+        torch.rand_like,
+        torch.randn_like,
+        torch.is_floating_point,
+        torch.numel,
+    ]
+)
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter whose values are spread over ranks at the moment.
+
+    Reading it calls `fetch(parameter)`, which makes the values present or raises an error that says what to do.
+    """
+
+    fetch: Callable[[nn.Parameter], None]
+    present_class: type[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let through what reads no values; fetch them for everything else."""
+        if func not in _VALUE_FREE:
+            for leaf in _absent((args, kwargs or {})):
+                fetch = leaf.__dict__["fetch"]
+                fetch(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape and dtype; printing must not need the other ranks."""
+        return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy of the values, for which they must be present."""
+        self.__dict__["fetch"](self)
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickling takes values too."""
+        self.__dict__["fetch"](self)
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _absent(value: Any) -> list[AbsentParameter]:
+    if isinstance(value, AbsentParameter):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _absent(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _absent(item)]
+    return []
+
+
+def mark_absent(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None]) -> None:
+    """From now on reading `parameter` calls `fetch`. Does nothing twice."""
+    if not isinstance(parameter, AbsentParameter):
+        parameter.__dict__["present_class"] = type(parameter)
+        parameter.__dict__["fetch"] = fetch
+        parameter.__class__ = AbsentParameter
+
+
+def mark_present(parameter: nn.Parameter) -> None:
+    """An ordinary parameter again."""
+    if isinstance(parameter, AbsentParameter):
+        parameter.__class__ = parameter.__dict__.pop("present_class")
+        del parameter.__dict__["fetch"]

@@ -1,0 +1,188 @@
+"""ZeRO (arXiv 1910.02054): optimizer states, gradients and parameters spread over the data ranks.
+
+The module keeps its parameters as they are: the same objects under the same names. The optimizer works on *row shards*,
+plain tensors that hold this rank's rows of each parameter. The stages differ in what is kept in between:
+
+    stage 1: whole parameters, whole gradients until the optimizer step; row shards are views into the parameters
+    stage 2: whole parameters; gradients are reduced after every micro-batch and kept as rows
+    stage 3: rows only; whole parameters exist while a block computes (see `gather`)
+
+Bytes kept a rank, with P parameters in fp32 and Adam on N ranks: 4P + 4P + 8P/N, 4P + 4P/N + 8P/N and 16P/N. With bf16
+for computing (2 bytes for parameters and their gradients, 12 for the fp32 rows and moments): 2P + 2P + 12P/N,
+2P + 4P/N + 12P/N and 16P/N; row gradients are kept in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_bigmodel.sharding.flat import FlatRows, Pending
+from lightning_bigmodel.sharding.rows import RowShard
+
+__all__ = ["ZeroShards"]
+
+_BUCKET_BYTES = 64 * 1024 * 1024
+_MAX_PENDING = 2
+
+
+class ZeroShards:
+    """Row shards of parameters for stages 1 and 2, and the traffic that keeps both forms equal.
+
+    Args:
+        parameters: Name -> parameter, whole, on the device where they stay. Parameters without dimensions are left out
+            by the caller: they have no rows.
+        stage: 1 or 2.
+        group: The ranks the rows are spread over.
+        compute_dtype: Type of the whole parameters; None leaves the type they have. Row shards keep that one.
+        bucket_bytes: Largest message.
+
+    Communication a step: stage 1, one reduce-scatter and one all-gather of all trained parameters, however many
+    micro-batches; stage 2, a reduce-scatter a micro-batch and one all-gather (in messages of `bucket_bytes`).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        stage: int,
+        group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype | None = None,
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self.stage, self.group = stage, group
+        self.parameters = list(parameters.values())
+        self.num_ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        self._bucket_bytes = bucket_bytes
+        self.records = {
+            id(parameter): RowShard(name=name, shape=parameter.shape, num_ranks=self.num_ranks, rank=rank, group=group)
+            for name, parameter in parameters.items()
+        }
+        self.shards: dict[int, nn.Parameter] = {}
+        self.wholes: dict[int, Tensor] = {}
+        self._place(compute_dtype)
+        self.present: set[int] = set()  # ids of parameters that had a gradient here since `start_window`
+
+    def _place(self, compute_dtype: torch.dtype | None) -> None:
+        for parameter in self.parameters:
+            whole = parameter.data.contiguous()
+            rows = self.records[id(parameter)].rows(whole)
+            if compute_dtype not in (None, whole.dtype) and whole.is_floating_point():
+                rows, whole = rows.clone(), whole.to(compute_dtype)
+            parameter.data = whole
+            self.wholes[id(parameter)] = whole
+            self.shards[id(parameter)] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+    # -- what stands for what ------------------------------------------------------------------------------------------
+
+    def shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer holds in place of `parameter`: its rows, or itself if it has none."""
+        return self.shards.get(id(parameter), parameter)
+
+    def shard_records(self) -> dict[int, RowShard]:
+        """id(row shard) -> which rows of what."""
+        return {id(self.shards[key]): record for key, record in self.records.items()}
+
+    def trained(self) -> list[nn.Parameter]:
+        """Sharded parameters that take gradients at the time."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put row shards in place of whole parameters in an optimizer's groups and in the state it has already."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.shard_of(parameter) for parameter in group["params"]]
+        for parameter in self.parameters:
+            state = optimizer.state.pop(parameter, None)
+            if state is not None:
+                record = self.records[id(parameter)]
+                optimizer.state[self.shard_of(parameter)] = {
+                    key: record.rows(value).clone()
+                    if isinstance(value, Tensor) and value.shape == record.shape
+                    else value
+                    for key, value in state.items()
+                }
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """Parameter name -> row shard."""
+        return {record.name: self.shards[key] for key, record in self.records.items()}
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Parameters of one type that travel together, in the order in which backward makes their gradients."""
+        found: list[list[nn.Parameter]] = []
+        num_bytes = 0
+        for parameter in reversed(parameters):
+            size = parameter.numel() * parameter.element_size()
+            last = found[-1] if found else None
+            if last is None or last[0].dtype != parameter.dtype or num_bytes + size > self._bucket_bytes:
+                found.append([])
+                num_bytes = 0
+            found[-1].append(parameter)
+            num_bytes += size
+        return found
+
+    def rows_of(self, parameters: Sequence[nn.Parameter]) -> FlatRows:
+        """The message layout of some parameters."""
+        return FlatRows([self.records[id(parameter)] for parameter in parameters])
+
+    @torch.no_grad()
+    def add_to_shards(self, parameters: Sequence[nn.Parameter], rows: FlatRows, reduced: Tensor) -> None:
+        """Add reduced gradients to those of the shards."""
+        for parameter, gradient in zip(parameters, rows.own(reduced), strict=True):
+            shard = self.shards[id(parameter)]
+            if shard.grad is None:
+                shard.grad = gradient if gradient.dtype == shard.dtype else gradient.to(shard.dtype)
+            else:
+                shard.grad.add_(gradient)
+
+    def start_window(self) -> None:
+        """Forget which parameters had gradients."""
+        self.present.clear()
+
+    # -- whole parameters ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Write the shards' values, changed by an optimizer, into the whole parameters of every rank. Collective."""
+        chosen = self.parameters if parameters is None else list(parameters)
+        waiting: list[tuple[list[nn.Parameter], FlatRows, Pending]] = []
+        for bucket in self.buckets(chosen):
+            rows = self.rows_of(bucket)
+            own = rows.pack_own([self.shards[id(parameter)] for parameter in bucket], bucket[0].dtype)
+            waiting.append((bucket, rows, rows.gather(own)))
+            if len(waiting) >= _MAX_PENDING:
+                self._finish(*waiting.pop(0))
+        for item in waiting:
+            self._finish(*item)
+
+    def _finish(self, bucket: Sequence[nn.Parameter], rows: FlatRows, pending: Pending) -> None:
+        rows.unpack(pending.wait(), [self.wholes[id(parameter)] for parameter in bucket])
+
+    def published_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """`publish` the parameters that one optimizer has stepped. Collective."""
+        held = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+        self.publish([p for p in self.trained() if id(self.shards[id(p)]) in held])
+
+    def load_rows(self, values: Mapping[str, Tensor]) -> None:
+        """Set shards, by parameter name, from this rank's rows. `publish` must follow."""
+        by_name = self.by_name()
+        with torch.no_grad():
+            for name, rows in values.items():
+                by_name[name].copy_(rows)
+
+    def restore(self) -> None:
+        """Ordinary whole parameters again, in the type of the shards. Collective where that differs."""
+        for parameter in self.parameters:
+            shard = self.shards[id(parameter)]
+            if parameter.dtype != shard.dtype:
+                self.wholes[id(parameter)] = parameter.data = parameter.data.to(shard.dtype)
+        if any(
+            shard.untyped_storage().data_ptr() != self.wholes[key].untyped_storage().data_ptr()
+            for key, shard in self.shards.items()
+        ):
+            self.publish()

@@ -1,0 +1,88 @@
+"""What a user may ask for in sharding, and what cannot take effect."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_bigmodel.pipeline.schedules import SCHEDULES
+
+__all__ = ["ShardingSettings", "named_blocks"]
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """What a user asked for; see `BigModelStrategy`."""
+
+    zero_stage: int
+    data_replicate_size: int | None
+    keep_gathered: bool
+    reduce_every_microbatch: bool | None
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        """With the stage's default."""
+        chosen = self.reduce_every_microbatch
+        return self.zero_stage >= 2 if chosen is None else chosen
+
+    def check(self, schedule: str) -> None:
+        """Refuse what cannot take effect.
+
+        Raises:
+            ValueError: With the nearest setting that can.
+        """
+        stage = self.zero_stage
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ValueError(f"`zero_stage={stage!r}` is not known. Use 0, 1, 2 or 3.")
+        replicas = self.data_replicate_size
+        if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+            raise ValueError(f"`data_replicate_size={replicas!r}` must be a whole number of at least 1.")
+        if self.keep_gathered and stage != 3:
+            raise ValueError(
+                f"`keep_gathered=True` keeps gathered parameters, but with `zero_stage={stage}` parameters are whole "
+                "all the time. Leave it out, or set `zero_stage=3`."
+            )
+        if self.reduce_every_microbatch is not None and stage < 2 and self.reduce_every_microbatch:
+            raise ValueError(
+                f"`reduce_every_microbatch=True` keeps gradients as shards, but with `zero_stage={stage}` they stay "
+                "whole until the optimizer step. Leave it out, or set `zero_stage=2`."
+            )
+        spec = SCHEDULES.get(schedule)
+        if stage == 3 and not self.keep_gathered and spec is not None and spec.splits_backward:
+            raise ValueError(
+                f"`schedule={schedule!r}` computes the gradients of weights long after those of inputs, so that "
+                "`zero_stage=3` could not give parameters up in between. Set `keep_gathered=True`, or use "
+                '`schedule="1F1B"` or `zero_stage=2`.'
+            )
+
+    def replicas(self, world_size: int, pipeline_size: int, tensor_size: int, ranks_a_machine: int) -> int | None:
+        """Whole-model replicas: as given, else so that the shards of one model lie within a machine."""
+        if self.zero_stage == 0 or self.data_replicate_size is not None:
+            return self.data_replicate_size
+        data_size = world_size // (pipeline_size * tensor_size)
+        fits = [n for n in range(1, data_size + 1) if data_size % n == 0 and ranks_a_machine % (n * tensor_size) == 0]
+        return data_size // max(fits, default=data_size) if data_size else None
+
+
+def named_blocks(root: nn.Module, blocks: str | Sequence[str]) -> dict[str, nn.Module]:
+    """The modules that names and patterns say, with the rest of the model's layers beside them.
+
+    Raises:
+        ValueError: For a pattern that matches nothing.
+    """
+    patterns = [blocks] if isinstance(blocks, str) else list(blocks)
+    modules = dict(root.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        found = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3)
+            raise ValueError(
+                f"`blocks` has {pattern!r}, which matches no module" + (f"; near it: {near}." if near else ".")
+            )
+        chosen.update((name, modules[name]) for name in found)
+    return {name: m for name, m in chosen.items() if not any(name.startswith(f"{other}.") for other in chosen)}
