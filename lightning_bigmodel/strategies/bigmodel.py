@@ -474,6 +474,23 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         with self._sharded.gathered(write=write) if self._sharded is not None else nullcontext():
             yield
 
+    def held_parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> what this rank keeps of a parameter and its optimizers step: its rows (`zero_stage` 1 to 3) or all.
+
+        Of tied parameters the first name. Values changed here reach the module with `publish_parameters`.
+        """
+        share = self._held()
+        holder = self._sharded.holder if self._sharded is not None else lambda parameter: parameter
+        return {share.names[id(parameter)]: holder(parameter).data for parameter in share.owned}
+
+    def publish_parameters(self) -> None:
+        """Make the module compute with what `held_parameters` has. Call it on all ranks together.
+
+        Communication: all parameters once (`zero_stage` 1 and 2); none otherwise.
+        """
+        if self._sharded is not None:
+            self._sharded.shards.publish()
+
     def whole_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """The whole gradient of a parameter in `on_before_optimizer_step`, or None. Call it on all ranks together.
 
