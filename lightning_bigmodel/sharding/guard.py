@@ -1,4 +1,4 @@
-"""A parameter whose memory is elsewhere: it says so when it is read, or fetches its values where that is possible.
+"""Tensors whose values are spread over ranks: they say so when they are read, or fetch them where that is possible.
 
 A sharded parameter stays the same object, with its name, shape, dtype and optimizer options; only its class changes
 while its memory is given up, so that no operation can read memory that is not there.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AbsentParameter", "mark_absent", "mark_present"]
+__all__ = ["AbsentParameter", "RowGradient", "mark_absent", "mark_present"]
 
 # What reads no values: shape, dtype, device, gradient slots, hooks.
 _VALUE_FREE: frozenset[Any] = frozenset(
@@ -137,3 +137,72 @@ def mark_present(parameter: nn.Parameter) -> None:
     if isinstance(parameter, AbsentParameter):
         parameter.__class__ = parameter.__dict__.pop("present_class")
         del parameter.__dict__["fetch"]
+
+
+class RowGradient(Tensor):
+    """A gradient of which each rank has rows, as user code sees it between backward and the optimizer step.
+
+    Whatever reads it gets the whole gradient, and what is done to it in place is kept. All ranks of the shards must do
+    the same; each operation gathers the gradient once. Changes made through a view of it are lost.
+
+    Example:
+        >>> rows = torch.ones(2, 3)
+        >>> gradient = RowGradient.wrap(rows, torch.Size((2, 3)), lambda rows: rows.clone(), lambda whole: whole)
+        >>> gradient.mul_(2.0); gradient.norm() ** 2, rows[0, 0]  # doctest: +SKIP
+        (tensor(24.), tensor(2.))
+    """
+
+    _rows: Tensor
+    _gather: Callable[[Tensor], Tensor]
+    _own: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def wrap(
+        rows: Tensor, shape: torch.Size, gather: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor]
+    ) -> RowGradient:
+        """Show `rows` as a whole tensor.
+
+        Args:
+            rows: This rank's rows.
+            shape: Shape of the whole.
+            gather: Rows -> whole, a new tensor; collective.
+            own: Whole -> view of this rank's rows.
+        """
+        shown = torch.empty((), dtype=rows.dtype, device=rows.device).expand(shape).as_subclass(RowGradient)
+        shown._rows, shown._gather, shown._own = rows, gather, own
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run on the whole gradient, and keep what changed."""
+        if func in _SAME_GRADIENT:
+            return args[0]
+        if func in _VALUE_FREE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        wholes: dict[int, tuple[RowGradient, Tensor]] = {}
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, RowGradient):
+                if id(value) not in wholes:
+                    with torch.no_grad():
+                        wholes[id(value)] = (value, value.__dict__["_gather"](value.__dict__["_rows"]))
+                return wholes[id(value)][1]
+            if isinstance(value, (list, tuple)):
+                return type(value)(whole(item) for item in value)
+            return {key: whole(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+        given, options = [whole(value) for value in args], whole(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*given, **options)
+        with torch.no_grad():
+            for gradient, values in wholes.values():
+                gradient.__dict__["_rows"].copy_(gradient.__dict__["_own"](values))
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape and dtype; printing must not need the other ranks."""
+        return f"RowGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+_SAME_GRADIENT = frozenset([getattr(Tensor, "data").__get__, Tensor.detach])  # noqa: B009  # the descriptor

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from lightning_bigmodel.mesh import RankMesh
@@ -17,6 +17,7 @@ from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.ownership import ParameterShare
 from lightning_bigmodel.pipeline.passes import Passes
 from lightning_bigmodel.sharding.gather import ParameterShards, Unit
+from lightning_bigmodel.sharding.guard import RowGradient
 from lightning_bigmodel.sharding.passes import GatherPasses
 from lightning_bigmodel.sharding.reduce import BucketReducer, reduce_leftovers
 from lightning_bigmodel.sharding.rows import RowShard
@@ -214,19 +215,14 @@ class ShardedRun(GradientPlaces):
         self.shards.start_window()
         if not self._shows_gradients:
             return
-        mesh = self._mesh.device_mesh["data_shard"]
         for parameter in self.shards.trained():
-            shard = self.shards.shards[id(parameter)]
-            if shard.grad is not None:
-                # Norms and other reductions of it are those of the whole gradient.
-                parameter.grad = DTensor.from_local(
-                    shard.grad.to(parameter.dtype),
-                    mesh,
-                    [Shard(0)],
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+            gradient = self.shards.shards[id(parameter)].grad
+            if gradient is not None:
+                record = self.shards.records[id(parameter)]
+                # Of the parameter's own type, as gradients are.
+                rows = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
+                gather = functools.partial(self._whole, parameter)
+                parameter.grad = RowGradient.wrap(rows, parameter.shape, gather, record.rows)
                 self._shown.append(parameter)
 
     @override
@@ -254,9 +250,12 @@ class ShardedRun(GradientPlaces):
         holder = self.holder(parameter)
         if holder is parameter or holder.grad is None:
             return holder.grad
+        return self._whole(parameter, holder.grad)
+
+    def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         rows = self.shards.rows_of([parameter])
-        whole = torch.empty(parameter.shape, dtype=holder.grad.dtype, device=holder.grad.device)
-        rows.unpack(rows.gather(rows.pack_own([holder.grad], holder.grad.dtype)).wait(), [whole])
+        whole = torch.empty(parameter.shape, dtype=own.dtype, device=own.device)
+        rows.unpack(rows.gather(rows.pack_own([own], own.dtype)).wait(), [whole])
         return whole
 
 
