@@ -29,6 +29,7 @@ __all__ = [
     "callbacks",
     "default_store",
     "first_loader",
+    "follow_toggles",
     "give_back_sampling",
     "host_attributes",
     "init_process_group",
@@ -54,6 +55,7 @@ __all__ = [
     "take_over_sampling",
     "train_loader",
     "transfer_batch",
+    "unfollow_toggles",
 ]
 
 
@@ -234,6 +236,30 @@ def looks_at_gradients(trainer: pl.Trainer) -> bool:
     return any(is_overridden(hook, trainer.lightning_module) for hook in module_hooks) or any(
         is_overridden(hook, callback, pl.Callback) for callback in callbacks(trainer) for hook in callback_hooks
     )
+
+
+def follow_toggles(module: pl.LightningModule, copy: Callable[[], None]) -> None:
+    """Call `copy` after the module's `toggle_optimizer` and `untoggle_optimizer`."""
+
+    def followed(name: str) -> Callable[..., None]:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            copy()
+
+        return call
+
+    module.__dict__.update({name: followed(name) for name in _TOGGLES})
+
+
+def unfollow_toggles(module: pl.LightningModule) -> None:
+    """Undo `follow_toggles`."""
+    for name in _TOGGLES:
+        module.__dict__.pop(name, None)
+
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 def train_loader(trainer: pl.Trainer) -> Any:

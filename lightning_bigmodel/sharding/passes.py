@@ -22,6 +22,8 @@ from lightning_bigmodel.sharding.reduce import BucketReducer
 
 __all__ = ["GatherPasses"]
 
+_NONE: Any = object()
+
 
 class GatherPasses:
     """Forward and backward passes of one pipeline stage over its micro-batches.
@@ -42,6 +44,7 @@ class GatherPasses:
         self._uses: list[Unit] = []
         self._is_learned = False
         self._microbatch: Any = None
+        self._forward_in_progress: Any = _NONE
         self._calls: dict[Any, Counter[Unit]] = {}
         self._pins: dict[Any, set[Unit]] = {}  # stay to the end of this micro-batch's pass
         self._reduces = reduce_every_microbatch
@@ -69,22 +72,30 @@ class GatherPasses:
     def forward(self, microbatch: Any) -> Iterator[None]:
         """One forward; `microbatch` tells it from others whose backward has not come yet. Collective."""
         trains = torch.is_grad_enabled()
-        self._calls[microbatch], self._pins[microbatch], self._uses = Counter(), set(), []
+        self._uses = []
+        self._forward_in_progress = microbatch
         try:
-            self._begin(self._forward_order, microbatch)
+            self._begin_forward(microbatch)
             yield
         except BaseException:
             self.abandon()
             raise
         self._end()
+        self._forward_in_progress = _NONE
         if not trains:
             del self._calls[microbatch], self._pins[microbatch]
         elif not self._is_learned:
             self._learn(self._pins[microbatch])
 
+    def _begin_forward(self, microbatch: Any) -> None:
+        self._calls[microbatch], self._pins[microbatch] = Counter(), set()
+        self._begin(self._forward_order, microbatch)
+
     def begin_backward(self, microbatch: Any) -> None:
         """A backward begins. Collective."""
         self._pins.setdefault(microbatch, set())
+        if self._forward_in_progress is not _NONE:
+            self._end()  # manual optimization: backward within the step, which goes on afterwards
         if self._reduces:
             self.reducer.open()
         self._begin(self._backward_order, microbatch, reduces=self._reduces)
@@ -100,10 +111,12 @@ class GatherPasses:
             self.reducer.flush()
         self._calls.pop(microbatch, None)
         self._pins.pop(microbatch, None)
+        if self._forward_in_progress is not _NONE:
+            self._begin_forward(self._forward_in_progress)
 
     def abandon(self) -> None:
         """Forget passes that failed, and give their memory up. No communication."""
-        self._shards.active = None
+        self._shards.active, self._forward_in_progress = None, _NONE
         self._calls.clear()
         self._pins.clear()
         self.reducer.abandon()

@@ -38,6 +38,7 @@ class StrategyBase(ParallelStrategy):
         self._num_batches_moved = 0
         self._is_replaying = False
         self._blocks_sync = False
+        self._is_manual = False
         self._shards_data = True
         self._skipped_batch = self._hides_world_size = False
         self._failed = False

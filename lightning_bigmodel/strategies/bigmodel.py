@@ -61,6 +61,7 @@ from lightning_bigmodel.strategies.combinations import (
     check_optimizers,
     check_precision,
 )
+from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, named_blocks
@@ -71,7 +72,7 @@ __all__ = ["BigModelStrategy"]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
+class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, CollectiveHooks):
     """Train an unchanged LightningModule over a pipeline of ranks, data-parallel replicas and shards of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
@@ -259,7 +260,8 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
         check_precision(self.precision_plugin, type(self).__name__)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            check_module(module)
+            is_scheduled = self.mesh.pipe_size > 1 or self._microbatches_for(self.mesh.pipe_size) > 1
+            check_module(module, is_scheduled=is_scheduled)
             check_callbacks(_host.callbacks(trainer), is_pipelined=self.mesh.pipe_size > 1)
         self.model = self.precision_plugin.convert_module(module)
         if self.world_size > 1:
@@ -338,6 +340,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             self.model_to_device()
         shared = share.shared()
         planner = engine.planner
+        self._begin_manual()
         self._window = GradientWindow(
             share.owned,
             shared,
@@ -345,7 +348,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
             None if planner.first_trace is None else lambda: planner.trained,
             engine.places,
             all_reduce_sum,
-            divides=self._microbatch_weight != "sum",
+            divides=self._microbatch_weight != "sum" and not self._is_manual,
         )
 
     @override
@@ -440,6 +443,7 @@ class BigModelStrategy(CheckpointMixin, StepHooks, CollectiveHooks):
     def teardown(self) -> None:
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
+            self._end_manual()
             self._num_steps = self._engine.num_steps
             with nullcontext() if self._failed else self._phase("teardown"):
                 if self._sharded is not None:

@@ -30,18 +30,22 @@ def check_precision(precision: Any, name: str) -> None:
         )
 
 
-def check_module(module: pl.LightningModule) -> None:
+def check_module(module: pl.LightningModule, *, is_scheduled: bool = True) -> None:
     """Refuse what a training step under this strategy cannot do right.
 
+    Args:
+        module: The user's module.
+        is_scheduled: Whether its steps run under a schedule (several stages or micro-batches).
+
     Raises:
-        ValueError: For manual optimization, or a step that pulls its own batches.
+        ValueError: For manual optimization under a schedule, or a step that pulls its own batches.
     """
     name = type(module).__name__
-    if not module.automatic_optimization:
+    if is_scheduled and not module.automatic_optimization:
         raise ValueError(
-            f"`{name}` uses manual optimization (`automatic_optimization=False`). The gradients of micro-batches and "
-            "ranks are complete only at the optimizer step of automatic optimization. Set "
-            "`automatic_optimization=True`."
+            f"`{name}` uses manual optimization (`automatic_optimization=False`), but the backward of a pipeline or of "
+            "several micro-batches is part of the schedule and not of the step. Set `automatic_optimization=True`, or "
+            "`pipeline_parallel_size=1` and `num_microbatches=1` (ZeRO and replicas take manual optimization)."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(

@@ -57,6 +57,8 @@ class StepHooks(StrategyBase):
             if not self.engine.is_pipelined:
                 outcome = self.engine.observe(batch, step, counts=counts)
                 self._replay(outcome)
+                if self._is_manual:
+                    return outcome.result
                 if outcome.result is None:
                     return self._skip_batch()
                 scale = self._scale(outcome.weight)
