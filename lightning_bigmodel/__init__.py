@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any
 from lightning_bigmodel._registration import register_with_lightning
 
 if TYPE_CHECKING:
+    from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
+    from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
-__all__ = ["BigModelStrategy", "__version__"]
+__all__ = ["BigModelStrategy", "ExponentialMovingAverage", "OffloadPolicy", "__version__"]
 
 # Public name -> the module that defines it.
 _HOMES = {
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+    "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
+    "OffloadPolicy": "lightning_bigmodel.sharding.offload",
 }
 
 

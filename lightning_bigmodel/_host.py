@@ -53,6 +53,7 @@ __all__ = [
     "silent_loggers",
     "step_arguments",
     "take_over_sampling",
+    "traced",
     "train_loader",
     "transfer_batch",
     "unfollow_toggles",
@@ -322,6 +323,13 @@ def step_arguments(step: Callable[..., Any], rest: Sequence[Any]) -> Sequence[An
     if rest and not is_param_in_hook_signature(step, "batch_idx", min_args=2):
         return ()
     return rest
+
+
+@contextmanager
+def traced(trainer: pl.Trainer) -> Iterator[None]:
+    """For steps that are traced and not run: loggers that keep nothing, and blocks as they are, not compiled."""
+    with silent_loggers(trainer), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

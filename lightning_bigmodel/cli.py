@@ -70,15 +70,17 @@ def demo(
     return run_demo(settings, Console())
 
 
-def convert(directory: str, output_path: str, overwrite: bool = False) -> int:
+def convert(directory: str, output_path: str, overwrite: bool = False, ema: bool = False) -> int:
     """Make one ordinary Lightning checkpoint file of a sharded checkpoint folder.
 
-    Loads the folder's Python objects as Lightning's own loading does: convert only checkpoints you trust.
+    Averages that `ExponentialMovingAverage` has saved become `ema_state_dict` in the file. Loads the folder's Python
+    objects as Lightning's own loading does: convert only checkpoints you trust.
 
     Args:
         directory: A complete sharded checkpoint folder.
         output_path: The file to write, such as ``model.ckpt``.
         overwrite: Replace the file if it exists.
+        ema: Write the averaged weights as the weights, for inference: without optimizer states.
 
     Returns:
         Exit code: 0.
@@ -96,7 +98,13 @@ def convert(directory: str, output_path: str, overwrite: bool = False) -> int:
         def on_progress(num_read: int, num_values: int, key: str) -> None:
             progress.update(task, completed=num_read, total=num_values)
 
-        convert_to_single_file(directory, output_path, overwrite=overwrite, progress=on_progress)
+        convert_to_single_file(
+            directory,
+            output_path,
+            overwrite=overwrite,
+            weights_from="ema" if ema else None,
+            progress=on_progress,
+        )
     num_bytes = Path(output_path).stat().st_size
     console.print(f"wrote {escape(output_path)} ({num_bytes:,} bytes)", highlight=False, soft_wrap=True)
     return 0
@@ -149,7 +157,10 @@ def _run(argv: list[str]) -> int:
 def _build_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
-    flags = {"overwrite": "Replace the file if it exists."}
+    flags = {
+        "overwrite": "Replace the file if it exists.",
+        "ema": "Write the averaged weights as the weights, for inference: without optimizer states.",
+    }
     about = "Train an unchanged LightningModule under any layout of ranks, to the numbers of one process."
     parser = ArgumentParser(prog="bigmodel", description=about, exit_on_error=False)
     subcommands = parser.add_subcommands(title="subcommands", required=True)

@@ -6,6 +6,7 @@ one ordinary Lightning file of it.
 
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
 from lightning_bigmodel.checkpoint.index import CheckpointIndex, TensorEntry
+from lightning_bigmodel.checkpoint.optimizer_rows import marked_state
 from lightning_bigmodel.checkpoint.regions import Region, RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import (
     OptimizerState,
@@ -39,6 +40,7 @@ __all__ = [
     "load_model_state",
     "load_optimizer_state",
     "load_sharded",
+    "marked_state",
     "model_state_by_name",
     "optimizer_state_by_name",
     "read_index",

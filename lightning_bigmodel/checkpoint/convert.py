@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from lightning_bigmodel.checkpoint.index import (
     METADATA_FILE,
     CheckpointIndex,
     TensorEntry,
+    extra_key,
     flush_to_disk,
     model_key,
     read_index,
 )
+from lightning_bigmodel.checkpoint.optimizer_rows import unmarked_state
 
 __all__ = ["convert_to_single_file", "describe"]
 
@@ -33,9 +35,13 @@ def convert_to_single_file(
     *,
     overwrite: bool = False,
     weights_only: bool = False,
+    weights_from: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Write one ordinary Lightning checkpoint, for ``load_from_checkpoint`` and ``Trainer.fit(ckpt_path=...)``.
+
+    A further set of tensors that a callback has saved, such as the averages ``"ema"``, becomes
+    ``checkpoint["ema_state_dict"]``, by full name.
 
     Runs in one process without communication. Tensors go through files mapped into memory beside the output, so a
     machine with less memory than the checkpoint has can convert it: it needs twice the checkpoint's size
@@ -47,12 +53,16 @@ def convert_to_single_file(
         overwrite: Replace a file that exists. Default: ``False``.
         weights_only: Refuse a checkpoint whose pickled parts hold more than tensors and plain containers; loading
             others can run code. Default: ``False``.
+        weights_from: A further set, such as ``"ema"``, whose values take the place of the weights of their name in
+            ``state_dict``, in the type of the weights. The file is for inference then: it has neither optimizer states
+            nor further sets. Default: ``None``, the weights themselves.
         progress: Called as ``progress(num_read, num_values, key)`` after each value. Default: ``None``.
 
     Raises:
         FileNotFoundError: If there is nothing at ``directory``, or no directory to write the output in.
         FileExistsError: If the output exists and ``overwrite`` is not set, or is a directory.
-        ValueError: If ``directory`` is no sharded checkpoint, is incomplete, or has what ``weights_only`` refuses.
+        ValueError: If ``directory`` is no sharded checkpoint, is incomplete, lacks the set ``weights_from``, or has
+            what ``weights_only`` refuses.
 
     Example::
 
@@ -61,6 +71,11 @@ def convert_to_single_file(
     """
     source, output = _replace.find(Path(directory)), Path(output_path)
     index = read_index(source)
+    if weights_from is not None and weights_from not in index.extra_names:
+        raise ValueError(
+            f"`{directory}` has no tensors of `{weights_from}`; beside the weights it has {sorted(index.extra_names)}."
+            " Convert a checkpoint that was saved with the callback that keeps them, or take the weights."
+        )
     if output.is_dir():
         raise FileExistsError(f"`output_path` is `{output}`, a directory. Give the path of a file to write.")
     if output.exists() and not overwrite:
@@ -69,9 +84,10 @@ def convert_to_single_file(
         raise FileNotFoundError(f"There is no directory `{output.parent}` to write `{output.name}` in: make it first.")
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.writing-", dir=output.parent))
     try:
-        values = _read_all(source, index, scratch, weights_only, progress)
+        keys = index.keys if weights_from is None else _weight_keys(index, weights_from).values()
+        values = _read_all(source, index, keys, scratch, weights_only, progress)
         pickled = read_pickled(source / METADATA_FILE, weights_only=weights_only)
-        write_pickled(_lightning_checkpoint(index, values, pickled), scratch / "checkpoint")
+        write_pickled(_lightning_checkpoint(index, values, pickled, weights_from), scratch / "checkpoint")
         (scratch / "checkpoint").replace(output)
         flush_to_disk(output.parent)
     finally:
@@ -83,9 +99,9 @@ def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         ``global_step``, ``epoch``, ``layout``, ``num_ranks``, ``num_optimizers``, ``format_version``,
-        ``torch_version``; ``model`` and ``optimizers`` (one per optimizer) with ``num_tensors``, ``num_elements``,
-        ``num_bytes`` and ``dtypes`` (name to number of elements); ``file_bytes``, the size of all files; ``tensors``,
-        key to ``{"shape", "dtype"}``.
+        ``torch_version``; ``model``, ``optimizers`` (one per optimizer) and ``extra`` (name of each further set) with
+        ``num_tensors``, ``num_elements``, ``num_bytes`` and ``dtypes`` (name to number of elements); ``file_bytes``,
+        the size of all files; ``tensors``, key to ``{"shape", "dtype"}``.
 
     Raises:
         FileNotFoundError: If there is nothing at ``directory``.
@@ -112,6 +128,10 @@ def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
         "torch_version": index.torch_version,
         "model": _sums(model),
         "optimizers": [_sums(entries) for entries in optimizers],
+        "extra": {
+            set_name: _sums([index.tensors[key] for key in _extra_keys(index, set_name).values()])
+            for set_name in index.extra_names
+        },
         "file_bytes": sum(index.files.values()),
         "tensors": {key: {"shape": list(entry.shape), "dtype": entry.dtype} for key, entry in index.tensors.items()},
     }
@@ -132,15 +152,15 @@ def _sums(entries: Sequence[TensorEntry]) -> dict[str, Any]:
 def _read_all(
     source: Path,
     index: CheckpointIndex,
+    keys: Collection[str],
     scratch: Path,
     weights_only: bool,
     progress: Callable[[int, int, str], None] | None,
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
-        key: _allocate_mapped(entry, scratch / f"{number}.bin")
-        for number, (key, entry) in enumerate(index.tensors.items())
+        key: _allocate_mapped(index.tensors[key], scratch / f"{number}.bin") if key in index.tensors else None
+        for number, key in enumerate(keys)
     }
-    values.update(dict.fromkeys(index.objects))
     num_read = 0
 
     def count(key: str) -> None:
@@ -160,16 +180,38 @@ def _allocate_mapped(entry: TensorEntry, path: Path) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=entry.num_elements, dtype=entry.torch_dtype).view(entry.shape)
 
 
+def _extra_keys(index: CheckpointIndex, set_name: str) -> dict[str, str]:
+    """Name in a further set -> key."""
+    return {name: extra_key(set_name, name) for name in index.extra_names[set_name]}
+
+
+def _weight_keys(index: CheckpointIndex, weights_from: str | None) -> dict[str, str]:
+    """State-dict name -> key of what is to be its value."""
+    found = {name: model_key(name) for name in index.model_names}
+    if weights_from is not None:
+        found.update((name, key) for name, key in _extra_keys(index, weights_from).items() if name in found)
+    return found
+
+
 def _lightning_checkpoint(
-    index: CheckpointIndex, values: Mapping[str, Any], pickled: Mapping[str, Any]
+    index: CheckpointIndex, values: Mapping[str, Any], pickled: Mapping[str, Any], weights_from: str | None
 ) -> dict[str, Any]:
     checkpoint = dict(pickled["metadata"])
     versions = pickled["module_versions"]
-    state_dict = OrderedDict(
-        (name, values[model_key(name)]) for name in _in_module_order(index.model_names, versions or ())
-    )
+
+    def ordered(keys: Mapping[str, str]) -> OrderedDict[str, Any]:
+        return OrderedDict((name, values[keys[name]]) for name in _in_module_order(keys, versions or ()))
+
+    state_dict = ordered(_weight_keys(index, weights_from))
+    for name, value in state_dict.items():
+        entry = index.tensors.get(model_key(name))
+        state_dict[name] = value if entry is None else value.to(entry.torch_dtype)
     set_module_versions(state_dict, versions)
     checkpoint["state_dict"] = state_dict
+    if weights_from is not None:
+        return checkpoint
+    for set_name in index.extra_names:
+        checkpoint[f"{set_name}_state_dict"] = ordered(_extra_keys(index, set_name))
     if index.num_optimizers is not None:
         checkpoint["optimizer_states"] = [
             _torch_optimizer_state(index.optimizer_keys(number), values, groups)
@@ -196,7 +238,7 @@ def _torch_optimizer_state(
         position += len(positions)
         for at, name in zip(positions, group["params"], strict=True):
             if name in keys:
-                state[at] = {key: values[stored] for key, stored in keys[name].items()}
+                state[at] = unmarked_state({key: values[stored] for key, stored in keys[name].items()}, None, name)
         # `params` last, as torch has it.
         param_groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": positions})
     return {"state": state, "param_groups": param_groups}

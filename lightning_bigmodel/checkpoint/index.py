@@ -8,7 +8,8 @@ The directory::
     .metadata         the table of torch.distributed.checkpoint, whose own tools read the directory too
     __0_0.distcp      tensors, one file per rank that wrote any
 
-Tensor keys are ``state_dict.<name>`` and ``optimizer_<i>.state.<name>.<key>``.
+Tensor keys are ``state_dict.<name>``, ``optimizer_<i>.state.<name>.<key>`` and, for what callbacks keep of parameters
+(such as ``ema``, their averages), ``extra.<set>.<name>``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "DCP_METADATA_FILE",
     "METADATA_FILE",
     "TensorEntry",
+    "extra_key",
     "flush_to_disk",
     "is_complete",
     "is_sharded_checkpoint",
@@ -45,6 +47,7 @@ MARK_FILE = "bigmodel.json"
 METADATA_FILE = "metadata.pt"
 DCP_METADATA_FILE = ".metadata"
 MODEL_PREFIX = "state_dict."
+EXTRA_PREFIX = "extra."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +132,28 @@ class CheckpointIndex:
         for key in self.keys:
             if key.startswith(prefix):
                 name, state_key = key[len(prefix) :].rsplit(".", 1)
-                found.setdefault(name, {})[_unescape(state_key)] = key
+                found.setdefault(name, {})[state_key.replace("%2E", ".").replace("%25", "%")] = key
+        return found
+
+    @property
+    def extra_names(self) -> dict[str, list[str]]:
+        """Name of a further set to the names it has tensors of."""
+        found: dict[str, list[str]] = {}
+        for key in self.keys:
+            if key.startswith(EXTRA_PREFIX):
+                set_name, name = key[len(EXTRA_PREFIX) :].split(".", 1)
+                found.setdefault(set_name, []).append(name)
         return found
 
 
 def model_key(name: str) -> str:
     """Checkpoint key of a state-dict entry."""
     return MODEL_PREFIX + name
+
+
+def extra_key(set_name: str, name: str) -> str:
+    """Checkpoint key of one tensor of a further set, whose name has no dot."""
+    return f"{EXTRA_PREFIX}{set_name}.{name}"
 
 
 def optimizer_prefix(number: int) -> str:
@@ -149,10 +167,6 @@ def optimizer_key(number: int, name: str, state_key: str) -> str:
         raise TypeError(f"Optimizer {number} keeps state under {state_key!r} for `{name}`: its keys must be strings.")
     # A dot would make it unclear where the parameter's name ends.
     return f"{optimizer_prefix(number)}{name}.{state_key.replace('%', '%25').replace('.', '%2E')}"
-
-
-def _unescape(state_key: str) -> str:
-    return state_key.replace("%2E", ".").replace("%25", "%")
 
 
 def rank_file(rank: int) -> str:
@@ -169,15 +183,12 @@ def make_index(
     num_optimizers: int | None,
 ) -> CheckpointIndex:
     """The completion mark for what the ranks have written; ``table`` is torch's own table of the entries."""
-    tensors = {}
-    objects = []
-    for key, entry in table.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            tensors[key] = TensorEntry(
-                shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch.")
-            )
-        else:
-            objects.append(key)
+    entries = table.state_dict_metadata
+    tensors = {
+        key: TensorEntry(shape=tuple(entry.size), dtype=str(entry.properties.dtype).removeprefix("torch."))
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     step, epoch = metadata.get("global_step"), metadata.get("epoch")
     return CheckpointIndex(
         format_version=FORMAT_VERSION,
@@ -188,7 +199,7 @@ def make_index(
         epoch=None if epoch is None else int(epoch),
         num_optimizers=num_optimizers,
         tensors=tensors,
-        objects=tuple(objects),
+        objects=tuple(key for key in entries if key not in tensors),
         files=files,
     )
 

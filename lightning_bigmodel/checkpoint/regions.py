@@ -55,6 +55,40 @@ class RegionLayout:
         regions = (Region((start, *zeros[1:]), zeros, local_shape),) if all(local_shape) else ()
         return cls(tuple(shape), local_shape, regions)
 
+    @classmethod
+    def of_whole(cls, shape: Sequence[int]) -> RegionLayout:
+        """The layout of a tensor that is here as a whole."""
+        whole, zeros = tuple(shape), (0,) * len(shape)
+        return cls(whole, whole, (Region(zeros, zeros, whole),) if all(whole) else ())
+
+    def rows(self, start: int, length: int) -> RegionLayout:
+        """The layout of some rows of the local tensor."""
+        kept = []
+        for region in self.regions:
+            first = max(region.local_offsets[0], start)
+            stop = min(region.local_offsets[0] + region.sizes[0], start + length)
+            if first < stop:
+                shift = first - region.local_offsets[0]
+                kept.append(
+                    Region(
+                        (region.offsets[0] + shift, *region.offsets[1:]),
+                        (first - start, *region.local_offsets[1:]),
+                        (stop - first, *region.sizes[1:]),
+                    )
+                )
+        return RegionLayout(self.shape, (length, *self.local_shape[1:]), tuple(kept))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The local tensor, cut out of a whole one."""
+        local = torch.empty(self.local_shape, dtype=whole.dtype, device=whole.device)
+        for region in self.regions:
+            source, target = whole, local
+            for dim, size in enumerate(region.sizes):
+                source = source.narrow(dim, region.offsets[dim], size)
+                target = target.narrow(dim, region.local_offsets[dim], size)
+            target.copy_(source)
+        return local
+
 
 class TensorRegions:
     """A local tensor with its layout; torch.distributed.checkpoint asks it what to write and where to read to.

@@ -14,10 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
+from lightning_bigmodel.checkpoint._entries import check_given, flat_state, read_target
 from lightning_bigmodel.checkpoint._names import list_with_nearest
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
@@ -26,16 +27,17 @@ from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
     METADATA_FILE,
     CheckpointIndex,
+    extra_key,
     flush_to_disk,
     is_complete,
     is_sharded_checkpoint,
     make_index,
     model_key,
-    optimizer_key,
     rank_file,
     read_index,
     write_mark,
 )
+from lightning_bigmodel.checkpoint.optimizer_rows import Rows, is_of_other_shard, unmarked_state
 from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import OptimizerState
 
@@ -63,6 +65,8 @@ class LoadedCheckpoint(NamedTuple):
     """Everything else of a Lightning checkpoint."""
     rank_state: dict[str, Any] | None
     """What this rank saved of its own; ``None`` if the layout is another one."""
+    extra_states: dict[str, dict[str, Any]]
+    """Name of each further set that was asked for and saved, to its tensors by name."""
 
 
 def save_sharded(
@@ -72,6 +76,7 @@ def save_sharded(
     optimizer_states: Sequence[OptimizerState] | None,
     metadata: Mapping[str, Any],
     rank_state: Mapping[str, Any],
+    extra_states: Mapping[str, Mapping[str, Tensor | TensorRegions]] | None = None,
     layout: Mapping[str, int] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -90,18 +95,22 @@ def save_sharded(
             :func:`~lightning_bigmodel.checkpoint.state.optimizer_state_by_name`. ``None``: only weights are saved.
         metadata: The rest of a Lightning checkpoint (``epoch``, ``global_step``, ``loops``, ...); rank 0's is saved.
         rank_state: What only this rank has (random generators, loader positions).
+        extra_states: Further sets of tensors by name, such as averages of parameters, whole or in regions. The name of
+            a set has letters, digits and ``_``. Default: ``None``, no set.
         layout: Mesh axis to its size, such as ``{"pipe": 2, "data_replicate": 2}``. Default: ``None``, not recorded.
         process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
 
     Raises:
-        ValueError: If ``metadata`` has tensors that belong elsewhere, or ranks give different numbers of optimizers.
+        ValueError: If ``metadata`` has tensors that belong elsewhere, a set of ``extra_states`` has no proper name, or
+            ranks give different numbers of optimizers.
         FileNotFoundError: If a rank does not see the directory that rank 0 made.
         RuntimeError: If anything else failed on any rank. Raised on all ranks, naming the one that failed.
     """
     ranks = Ranks(process_group)
     target = Path(directory)
+    extra = extra_states or {}
     num_optimizers = None if optimizer_states is None else len(optimizer_states)
-    checked = ranks.agree("Preparing the checkpoint", lambda: _check_given(model_state, optimizer_states, metadata))
+    checked = ranks.agree("Preparing the checkpoint", lambda: check_given(optimizer_states, metadata, extra))
     if len(set(checked)) != 1:
         raise ValueError(
             f"`optimizer_states` has different lengths on different ranks: {checked}. Give all optimizers."
@@ -111,7 +120,7 @@ def save_sharded(
         raise AssertionError("rank 0 returned no directory")
     try:
         ranks.agree("Preparing the checkpoint", lambda: _wait_until_visible(temporary))
-        table = _dcp.write_tensors(temporary, _flat_state(model_state, optimizer_states or ()), ranks)
+        table = _dcp.write_tensors(temporary, flat_state(model_state, optimizer_states or (), extra), ranks)
         sizes = ranks.agree("Writing the rank's own files", lambda: _write_own(temporary, ranks.rank, dict(rank_state)))
 
         def finish() -> None:
@@ -142,8 +151,10 @@ def load_sharded(
     *,
     model_names: Collection[str] | None = None,
     optimizer_names: Collection[str] | None = None,
+    extra_names: Mapping[str, Collection[str]] | None = None,
     layout: Mapping[str, int] | None = None,
     regions: Mapping[str, RegionLayout] | None = None,
+    rows: Mapping[str, Rows] | None = None,
     weights_only: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
@@ -160,9 +171,13 @@ def load_sharded(
         model_names: State-dict names to read. Default: ``None``, all.
         optimizer_names: Parameters whose optimizer state is read; one that has none saved gets none. ``()`` reads the
             groups alone. Default: ``None``, all.
+        extra_names: Further set to the names to read of it; what was not saved is left out. ``{}`` reads none.
+            Default: ``None``, all of every set.
         layout: This run's layout, to decide whether ``rank_state`` fits. Default: ``None``, only their number counts.
         regions: Parameter name to what this rank holds of it; such a parameter, and optimizer state of its shape, is
-            read as the local tensor. Default: ``None``, whole tensors.
+            read as the local tensor, and so is its name in a further set. Default: ``None``, whole tensors.
+        rows: Parameter name to the rows this rank's optimizers step, for state that has other shapes than the
+            parameter. Default: ``None``, none.
         weights_only: See above. Default: ``False``.
         process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
 
@@ -188,7 +203,8 @@ def load_sharded(
     def read() -> None:
         index = read_index(found, check_files=False)
         own_rank = ranks.rank if _same_layout(index, layout, ranks.num_ranks) else None
-        loaded.append(_read(found, index, model_names, optimizer_names, own_rank, regions or {}, weights_only))
+        wanted = (model_names, optimizer_names, extra_names)
+        loaded.append(_read(found, index, *wanted, own_rank, regions or {}, rows or {}, weights_only))
 
     ranks.agree("Reading the checkpoint", read)
     return loaded[0]
@@ -206,23 +222,6 @@ def read_rank_state(directory: str | os.PathLike[str], rank: int, *, weights_onl
         raise ValueError(f"`rank` is {rank}, but `{directory}` was written by {index.num_ranks} ranks.")
     state: dict[str, Any] = read_pickled(found / rank_file(rank), weights_only=weights_only)
     return state
-
-
-def _check_given(
-    model_state: Mapping[str, Any], optimizer_states: Sequence[OptimizerState] | None, metadata: Mapping[str, Any]
-) -> int | None:
-    for key, belongs in (("state_dict", "model_state"), ("optimizer_states", "optimizer_states")):
-        if key in metadata:
-            raise ValueError(f"`metadata` has `{key}`: take it out and give its content as `{belongs}`.")
-    return None if optimizer_states is None else len(optimizer_states)
-
-
-def _flat_state(model_state: Mapping[str, Any], optimizer_states: Sequence[OptimizerState]) -> dict[str, Any]:
-    flat = {model_key(name): value for name, value in model_state.items()}
-    for number, optimizer_state in enumerate(optimizer_states):
-        for name, entries in optimizer_state["state"].items():
-            flat.update({optimizer_key(number, name, key): value for key, value in entries.items()})
-    return flat
 
 
 def _wait_until_visible(directory: Path) -> None:
@@ -246,16 +245,6 @@ def _write_own(directory: Path, rank: int, rank_state: dict[str, Any]) -> dict[s
     return {path.name: path.stat().st_size for path in own}
 
 
-def _target(index: CheckpointIndex, key: str, layout: RegionLayout | None) -> Any:
-    """Memory to read a value into: of this rank's part, where it has one; None for what is no tensor."""
-    entry = index.tensors.get(key)
-    if entry is None:
-        return None
-    if layout is None or layout.shape != entry.shape:
-        return entry.allocate()
-    return TensorRegions(torch.empty(layout.local_shape, dtype=entry.torch_dtype), layout)
-
-
 def _same_layout(index: CheckpointIndex, layout: Mapping[str, int] | None, num_ranks: int) -> bool:
     return index.num_ranks == num_ranks and (layout is None or index.layout == dict(layout))
 
@@ -265,22 +254,38 @@ def _read(
     index: CheckpointIndex,
     model_names: Collection[str] | None,
     optimizer_names: Collection[str] | None,
+    extra_names: Mapping[str, Collection[str]] | None,
     own_rank: int | None,
     regions: Mapping[str, RegionLayout],
+    rows: Mapping[str, Rows],
     weights_only: bool,
 ) -> LoadedCheckpoint:
     available = index.model_names
     names = list(available) if model_names is None else list(model_names)
     if missing := set(names) - set(available):
         raise ValueError(f"`{directory}` lacks {list_with_nearest(missing, available)}.")
-    wanted = {model_key(name): name for name in names}
+    wanted: dict[str, tuple[str, str | None]] = {model_key(name): (name, None) for name in names}
     owners = None if optimizer_names is None else set(optimizer_names)
     optimizer_keys = [
-        {name: keys for name, keys in index.optimizer_keys(number).items() if owners is None or name in owners}
+        {
+            name: {key: at for key, at in keys.items() if not is_of_other_shard(key, rows.get(name))}
+            for name, keys in index.optimizer_keys(number).items()
+            if owners is None or name in owners
+        }
         for number in range(index.num_optimizers or 0)
     ]
-    wanted.update((key, name) for by_name in optimizer_keys for name, keys in by_name.items() for key in keys.values())
-    targets = {key: _target(index, key, regions.get(wanted[key])) for key in sorted(wanted)}
+    for by_name in optimizer_keys:
+        for name, keys in by_name.items():
+            wanted.update({at: (name, key) for key, at in keys.items()})
+    extra = {
+        set_name: [name for name in saved if extra_names is None or name in extra_names[set_name]]
+        for set_name, saved in index.extra_names.items()
+        if extra_names is None or set_name in extra_names
+    }
+    wanted.update((extra_key(set_name, name), (name, None)) for set_name, chosen in extra.items() for name in chosen)
+    targets = {
+        at: read_target(index, at, key, regions.get(name), rows.get(name)) for at, (name, key) in sorted(wanted.items())
+    }
     _dcp.read_values(directory, targets, weights_only=weights_only)
     values = {key: value.local if isinstance(value, TensorRegions) else value for key, value in targets.items()}
     pickled = read_pickled(directory / METADATA_FILE, weights_only=weights_only)
@@ -288,10 +293,16 @@ def _read(
     set_module_versions(model_state, pickled["module_versions"])
     optimizer_states: list[OptimizerState] = [
         {
-            "state": {name: {key: values[at] for key, at in keys.items()} for name, keys in by_name.items()},
+            "state": {
+                name: unmarked_state({key: values[at] for key, at in keys.items()}, rows.get(name), name)
+                for name, keys in by_name.items()
+            },
             "param_groups": groups,
         }
         for by_name, groups in zip(optimizer_keys, pickled["param_groups"], strict=True)
     ]
     rank_state = None if own_rank is None else read_pickled(directory / rank_file(own_rank), weights_only=weights_only)
-    return LoadedCheckpoint(model_state, optimizer_states, pickled["metadata"], rank_state)
+    extra_states = {
+        set_name: {name: values[extra_key(set_name, name)] for name in chosen} for set_name, chosen in extra.items()
+    }
+    return LoadedCheckpoint(model_state, optimizer_states, pickled["metadata"], rank_state, extra_states)

@@ -37,6 +37,8 @@ class RankMesh:
         model_group: Ranks that must see the same batch: those with this rank's data index, pipe index slowest.
             Carries CPU tensors on every device type.
         model_rank: Index within `model_group`; rank 0 of it loads the data.
+        line_group: This rank's pipe line, as a group that carries CPU tensors on every device type.
+        tensor_rank: Index along the tensor axis.
     """
 
     layout: Layout
@@ -53,6 +55,8 @@ class RankMesh:
     tensor_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
     model_rank: int
+    line_group: dist.ProcessGroup
+    tensor_rank: int
 
 
 def build_rank_mesh(layout: Layout, device_type: str) -> RankMesh:
@@ -92,6 +96,12 @@ def build_rank_mesh(layout: Layout, device_type: str) -> RankMesh:
     # On a CPU mesh the flattened axis' own group will do; elsewhere it speaks the device's backend only, and the
     # loaders exchange CPU tensors over this group.
     data_group = data_mesh.get_group() if backend is None else _enumerated_group(_data_lines(ranks), backend)
+    model_group = _enumerated_group([part.flatten().tolist() for part in ranks.unbind(1)], backend)
+    # Without tensor ranks a model is one pipe line.
+    line_group = model_group
+    if layout.tensor > 1:
+        lines = ranks.permute(1, 2, 0).reshape(-1, layout.pipe).tolist()
+        line_group = device_mesh.get_group("pipe") if backend is None else _enumerated_group(lines, backend)
     return RankMesh(
         layout=layout,
         device_mesh=device_mesh,
@@ -105,8 +115,10 @@ def build_rank_mesh(layout: Layout, device_type: str) -> RankMesh:
         data_size=layout.data_size,
         data_group=data_group,
         tensor_group=device_mesh.get_group("tensor"),
-        model_group=_enumerated_group([part.flatten().tolist() for part in ranks.unbind(1)], backend),
+        model_group=model_group,
         model_rank=pipe * layout.tensor + tensor,
+        line_group=line_group,
+        tensor_rank=tensor,
     )
 
 

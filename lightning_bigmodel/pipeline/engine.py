@@ -10,7 +10,7 @@ This is the plain-torch heart of the strategy:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bigmodel.mesh.build import RankMesh
-from lightning_bigmodel.mesh.rng import derive_seed
+from lightning_bigmodel.mesh.rng import derive_seed, seeded_rng
 from lightning_bigmodel.pipeline import gate as gates
 from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
@@ -94,6 +94,7 @@ class _Payload:
 
     data_rank: int
     pipe_rank: int
+    tensor_rank: int
     logs: list[LogEntry]
     metric_parts: dict[str, Any]
     is_last: bool = False
@@ -202,7 +203,7 @@ class PipelineEngine:
         loose = [name for name, _ in self.root.named_buffers() if name not in buffer_owners]
         buffer_owners.update(dict.fromkeys(loose, last))
         self._loose_buffers = loose if self.num_stages > 1 else []
-        self.share = ParameterShare(self.root, owners, buffer_owners, self.mesh.model_group)
+        self.share = ParameterShare(self.root, owners, buffer_owners, self.mesh.line_group)
 
     def install(self) -> None:
         """Give up the parameters of other ranks, gate the units and build this rank's stages."""
@@ -228,7 +229,7 @@ class PipelineEngine:
                 for stage_index in range(self.num_stages)
             }
             self._stages.append(stage)
-        self.metrics = MetricLink(self.root, self.mesh.model_group, self.mesh.data_group)
+        self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
 
     def uninstall(self, *, restore: bool) -> None:
         """Remove the gates; with `restore`, put the whole model on every rank (collective over the pipeline)."""
@@ -269,8 +270,13 @@ class PipelineEngine:
         shares = weights if self._weight == "sum" or not total else [weight / total for weight in weights]
         if self._torch_schedule is None:
             self._torch_schedule = build_schedule(self.schedule, self._stages, self.num_microbatches)
+        seeds = shares
+        if self.places.sums_early and self._weight not in ("equal", "sum"):
+            # Gradients of several ranks are summed within the schedule, so a rank's weight enters there.
+            reference = self.places.common_reference(total) or 1.0
+            seeds = [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
-        self._set_tasks("train", microbatches, shares, weights, step, log)
+        self._set_tasks("train", microbatches, seeds, weights, step, log)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedule, self.num_microbatches, self.device)
         self.places.settle()
@@ -287,7 +293,7 @@ class PipelineEngine:
         losses = [(loss, share) for loss, share in zip(last.losses, shares, strict=True) if loss is not None]
         if losses:
             outcome.loss, rescale = self._mean_loss(losses, sum(kept), total)
-            if rescale != 1.0:
+            if rescale != 1.0 and seeds is shares:
                 self._scale_gradients(rescale)
         outcome.weight = sum(kept) if self._weight not in ("equal", "sum") else float(counts and bool(kept))
         return outcome
@@ -314,7 +320,7 @@ class PipelineEngine:
         log.weight = float(log.num_samples)
         with _replaced_log(self.root, log, self.metrics):
             if self.num_stages == 1:
-                with self.passes.forward(0):
+                with self.passes.forward(0), self._common_rng():
                     result = step(batch)
             else:
                 self._set_tasks(kind, [batch], [1.0], [log.weight], step, log)
@@ -331,7 +337,7 @@ class PipelineEngine:
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
         log.weight = weights[0]
         with _replaced_log(self.root, log, self.metrics):
-            with self.passes.forward(0):
+            with self.passes.forward(0), self._common_rng():
                 result = step(batch)
             log.note_loss(loss_of(result))
         own = self._logged(log if counts else None)
@@ -341,6 +347,13 @@ class PipelineEngine:
         logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
         signal = any(payload.signal for payload in payloads)
         return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
+
+    def _common_rng(self) -> AbstractContextManager[Any]:
+        """Tensor ranks draw the same numbers, data ranks their own; alone, a step draws as in one process."""
+        if self.mesh.layout.tensor == 1:
+            return nullcontext()
+        self.num_steps += 1
+        return seeded_rng(derive_seed(self._seed, self.num_steps, self.mesh.data_rank))
 
     def _set_tasks(
         self, kind: str, microbatches: list[Any], shares: list[float], weights: list[float], step: Step, log: StepLog
@@ -388,7 +401,9 @@ class PipelineEngine:
         entries = list(log.entries.values()) if log is not None else []
         names = {entry.metric for entry in entries if entry.metric is not None}
         parts = self.metrics.batch_values(names) if self.metrics is not None else {}
-        return _Payload(self.mesh.data_rank, self.mesh.pipe_rank, entries, parts, signal=self.signal())
+        return _Payload(
+            self.mesh.data_rank, self.mesh.pipe_rank, self.mesh.tensor_rank, entries, parts, signal=self.signal()
+        )
 
     def _payload(
         self, kind: str, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]
@@ -417,11 +432,13 @@ class PipelineEngine:
         # A large result concerns the ranks of its own pipeline only; small ones ride along.
         large = sum(tensor.nbytes for tensor in tensor_leaves(own.result)) > _SMALL_RESULT_BYTES
         result, own.result, own.result_follows = own.result, None if large else own.result, large
-        payloads = sorted(gather_objects(own, group), key=lambda payload: (payload.data_rank, payload.pipe_rank))
+        # Tensor ranks have the same to tell; each listens to those with its own index.
+        payloads = [p for p in gather_objects(own, group) if p.tensor_rank == self.mesh.tensor_rank]
+        payloads.sort(key=lambda payload: (payload.data_rank, payload.pipe_rank))
         last = self._last_of_pipeline(payloads)
         if last.result_follows:
             held = [result if last.pipe_rank == self.mesh.pipe_rank else None]
-            dist.broadcast_object_list(held, group_src=last.pipe_rank, group=self.mesh.model_group)
+            dist.broadcast_object_list(held, group_src=last.pipe_rank, group=self.mesh.line_group)
             last.result = held[0]
         return payloads
 

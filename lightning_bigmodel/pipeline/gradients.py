@@ -20,7 +20,7 @@ class GradientPlaces:
         data_group: The ranks over which gradients of whole parameters are summed.
     """
 
-    sums_early = False  # whether gradients of several ranks are summed before `complete`
+    sums_early = False  # whether gradients of several ranks may be summed before `complete`
 
     def __init__(self, data_group: dist.ProcessGroup | None) -> None:
         self.data_group = data_group
@@ -40,6 +40,10 @@ class GradientPlaces:
     def summed_over(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """The ranks that still have to sum what `holder` has."""
         return self.data_group
+
+    def common_reference(self, weight: float) -> float | None:
+        """What all ranks take weights relative to, given that of a first batch; None: each its own. Collective."""
+        return None
 
     def settle(self) -> None:
         """The schedule of a batch is over. Collective where states are sharded."""
@@ -70,6 +74,8 @@ class GradientWindow:
         places: Where gradients are.
         sum_tensors: Sums a list of tensors over a group, in place.
         divides: False leaves the plain sum, for losses that are sums over samples.
+        partial: Whole parameters of which each tensor rank has a part of the gradient.
+        partial_group: The tensor ranks.
 
     Communication a window: the gradients of tied parameters within their owners; with several data ranks, one small
     all-reduce and all gradients once.
@@ -85,13 +91,15 @@ class GradientWindow:
         sum_tensors: SumTensors,
         *,
         divides: bool = True,
+        partial: Sequence[nn.Parameter] = (),
+        partial_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._partial, self._partial_group = partial, partial_group
         self._parameters, self._shared, self._groups = parameters, shared, shared_groups
         self._trained, self._places, self._sum = trained, places, sum_tensors
         self._data_size = dist.get_world_size(places.data_group)
         self._divides = divides
         self._reference: float | None = None
-        self._agreed: float | None = None
         self._total = 0.0
         self._dirty = False
 
@@ -101,19 +109,10 @@ class GradientWindow:
         Weights are taken relative to the window's first batch, so that equal batches enter with exactly 1.
         """
         if self._reference is None:
-            self._reference = self._common_reference(weight) if self._places.sums_early else weight or 1.0
+            self._reference = self._places.common_reference(weight) or weight or 1.0
         self._total += weight
         self._dirty = True
         return weight / self._reference
-
-    def _common_reference(self, weight: float) -> float:
-        """One reference for the run: ranks' gradients are summed before the window's total weight is known."""
-        if self._agreed is None:
-            largest = torch.tensor(weight, dtype=torch.float64)
-            if self._data_size > 1:
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._places.data_group)
-            self._agreed = float(largest) or 1.0
-        return self._agreed
 
     def discard(self) -> None:
         """Forget the window: the host has erased the gradients."""
@@ -127,6 +126,9 @@ class GradientWindow:
             return
         places = self._places
         places.complete()
+        if self._partial:
+            held = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
+            self._sum(_filled([places.holder(p) for p in self._partial if id(p) in held]), self._partial_group)
         tied: set[int] = set()
         for owners, parameters in self._shared.items():
             group = self._groups.get(owners)
@@ -189,6 +191,7 @@ def clip_by_norm(
     max_norm: float,
     groups: Sequence[dist.ProcessGroup | None],
     norm_type: float = 2.0,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale this rank's gradients by the norm over all ranks that hold parts of one model.
 
@@ -198,14 +201,18 @@ def clip_by_norm(
         max_norm: Largest norm allowed.
         groups: Axes of the mesh over which parts of one model lie: the pipeline, the shards.
         norm_type: 2, another p, or infinity.
+        device: Where the groups communicate; gradients may be elsewhere, such as on the host. Default: where they are.
 
     Returns:
         The total norm, equal on every rank. Communication: one number a group.
     """
-    device = gradients[0].device if gradients else torch.device("cpu")
-    norms = torch._foreach_norm(list(counted), norm_type) if counted else []
-    own = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type) if norms else None
-    total = torch.zeros((), device=device) if own is None else own.to(device)
+    if device is None:
+        device = gradients[0].device if gradients else torch.device("cpu")
+    norms = [
+        torch.stack([norm.float() for norm in torch._foreach_norm(part, norm_type)]).to(device)
+        for part in _by_device(counted)
+    ]
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros((), device=device)
     if norm_type == float("inf"):
         for group in groups:
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
@@ -215,6 +222,13 @@ def clip_by_norm(
             dist.all_reduce(total, group=group)
         total = total ** (1.0 / norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    if gradients:
-        torch._foreach_mul_(list(gradients), factor)
+    for part in _by_device(gradients):
+        torch._foreach_mul_(part, factor.to(part[0].device))
     return total
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return list(found.values())

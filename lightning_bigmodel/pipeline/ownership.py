@@ -124,9 +124,12 @@ class ParameterShare:
         for parameter in self.module.parameters():
             if not self.is_owned(parameter):
                 fill = float("nan") if parameter.is_floating_point() else 0
-                parameter.data = torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(
-                    parameter.shape
-                )
+                device = torch.device("cpu") if parameter.is_meta else parameter.device
+                stand_in = torch.full((), fill, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                if parameter.is_meta:  # its data cannot be set; the object stays the same
+                    torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
+                else:
+                    parameter.data = stand_in
                 parameter.grad = None
         self._released = True
 

@@ -37,7 +37,8 @@ class ScheduledLoss(torch.autograd.Function):
         factor = ctx.scale(outer[0])
         for parameter, gradient in ctx.gradients:
             if not (isinstance(factor, float) and factor == 1.0):
-                gradient.mul_(factor)
+                # Gradients may be kept on the host.
+                gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         ctx.gradients = []
         return torch.zeros_like(outer[0]), None, None, None
@@ -47,6 +48,7 @@ def run_as_one_node(
     schedule: Callable[[], Tensor | None],
     parameters: Sequence[nn.Parameter],
     scale: Callable[[Tensor], Tensor | float],
+    orphaned: Callable[[list[tuple[nn.Parameter, Tensor]]], None] | None = None,
 ) -> Tensor | None:
     """Run a schedule that does its own backward and return its loss as a tensor to call `backward` on.
 
@@ -54,6 +56,7 @@ def run_as_one_node(
         schedule: Runs forwards and backwards and returns the loss, or None if no micro-batch had one.
         parameters: Those whose gradients the schedule accumulates.
         scale: Incoming gradient of the loss -> factor for the gradients.
+        orphaned: Given the gradients where there is no loss to bring them in by; by default they are dropped.
 
     Memory: while gradients are accumulated over several batches, a second set of this rank's gradients during the step.
     """
@@ -67,6 +70,8 @@ def run_as_one_node(
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
     if loss is None:
+        if orphaned is not None:
+            orphaned(gradients)
         return None
     anchor = torch.zeros((), device=loss.device, dtype=loss.dtype, requires_grad=True)
     result: Tensor = ScheduledLoss.apply(anchor, loss, gradients, scale)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bigmodel.sharding.rows import RowShard
 
-__all__ = ["fails_on_empty", "why_rows_depend"]
+__all__ = ["copy_optimizer", "fails_on_empty", "same_random_numbers", "why_rows_depend"]
 
 # More than the five or six steps after which wrappers such as Lookahead do something else for once.
 _NUM_STEPS = 7
@@ -48,7 +48,7 @@ def why_rows_depend(optimizer: Optimizer, shards: Mapping[int, RowShard], *, inn
         Why a part of the rows cannot be treated alone, or None if that gives the same.
     """
     try:
-        with _same_random_numbers(optimizer):
+        with same_random_numbers(optimizer):
             dims = _dims(optimizer, shards)
             whole, first, last = (_run(optimizer, dims, part, inner_aside) for part in ("whole", "first", "last"))
     except Exception as error:  # whatever a third party raises
@@ -59,7 +59,7 @@ def why_rows_depend(optimizer: Optimizer, shards: Mapping[int, RowShard], *, inn
 def fails_on_empty(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> bool:
     """Whether a copy of an optimizer raises, or gives nonsense, where some parameters have no elements."""
     try:
-        with _same_random_numbers(optimizer):
+        with same_random_numbers(optimizer):
             parameters, _ = _run(optimizer, _dims(optimizer, shards), "whole and none", False)
     except Exception:  # whatever a third party raises
         return True
@@ -94,7 +94,8 @@ def _run(optimizer: Optimizer, dims: Sequence[Sequence[int]], part: str, inner_a
     empties = [[nn.Parameter(each[:0].detach().clone()) for each in group] for group in parameters]
     if part != "whole and none":
         empties = [[] for _ in parameters]
-    tried = _copy(optimizer, [[*some, *none] for some, none in zip(parameters, empties, strict=True)], inner_aside)
+    given = [[*some, *none] for some, none in zip(parameters, empties, strict=True)]
+    tried = copy_optimizer(optimizer, given, inner_aside)
     for step in range(_NUM_STEPS):
         for group, some, none in zip(shapes, parameters, empties, strict=True):
             for parameter, (shape, cut) in zip(some, group, strict=True):
@@ -145,7 +146,9 @@ class _Plain(Optimizer):
         raise NotImplementedError
 
 
-def _copy(optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]], inner_aside: bool) -> Optimizer:
+def copy_optimizer(
+    optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]], inner_aside: bool = False
+) -> Optimizer:
     """An optimizer of the same class, options and attributes for other parameters; hooks stay behind."""
     memo: dict[int, Any] = {}
     groups = []
@@ -185,7 +188,8 @@ def _with_attributes(
 
 
 @contextlib.contextmanager
-def _same_random_numbers(optimizer: Optimizer) -> Iterator[None]:
+def same_random_numbers(optimizer: Optimizer) -> Iterator[None]:
+    """The random numbers of the process go on as if nothing within had drawn any."""
     devices = {each.device for group in optimizer.param_groups for each in group["params"]}
     state = random.getstate()
     try:

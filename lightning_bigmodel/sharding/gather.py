@@ -11,7 +11,7 @@ rest. Hooks on the unit's modules gather before its forward and before its backw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_bigmodel import _host
 from lightning_bigmodel.sharding.flat import FlatRows, Pending
 from lightning_bigmodel.sharding.guard import mark_absent, mark_present
+from lightning_bigmodel.sharding.offload import HostCopies
 from lightning_bigmodel.sharding.zero import ZeroShards
 
 if TYPE_CHECKING:
@@ -57,10 +58,12 @@ class ParameterShards(ZeroShards):
         units: Every parameter in exactly one unit; whole, on any device.
         names: id(parameter) -> its name.
         group: The ranks the rows are spread over; at least two.
-        device: Where the rows are kept.
+        device: Where the module computes, and rows are kept unless there are `copies`.
         compute_dtype: Type of gathered parameters; None leaves the type they have. Rows keep that one.
         keep_gathered: Keep parameters from their first use until the optimizer step: one gather a step instead of two
             a micro-batch, for the memory of the whole parameters.
+        prepare: Called with a unit's parameters before their rows are taken; makes parameters on the meta device real.
+        copies: Keeps rows and their gradients on the host; each gather then copies this rank's rows to the device.
 
     Memory kept: the rows; while computing, the unit at work and the next one. Communication a micro-batch: each unit's
     parameters once in forward and once in backward, and a reduce-scatter of its gradients.
@@ -75,28 +78,37 @@ class ParameterShards(ZeroShards):
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
         keep_gathered: bool = False,
+        prepare: Callable[[Sequence[nn.Parameter]], None] | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self.units, self.keep_gathered = list(units), keep_gathered
-        self._device = device
+        self._prepare = prepare
+        self.device = device
         self.unit_of = {id(parameter): unit for unit in units for parameter in unit.parameters}
         self.active: GatherPasses | None = None
         self._hooks: list[Any] = []
         parameters = {names[id(parameter)]: parameter for unit in units for parameter in unit.parameters}
-        super().__init__(parameters, stage=3, group=group, compute_dtype=compute_dtype)
+        super().__init__(parameters, stage=3, group=group, compute_dtype=compute_dtype, copies=copies)
         self._install_hooks()
 
     def _place(self, compute_dtype: torch.dtype | None) -> None:
         for unit in self.units:
+            if self._prepare is not None:
+                self._prepare(unit.parameters)
             by_type: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
             for parameter in unit.parameters:
                 by_type.setdefault((parameter.dtype, parameter.is_floating_point()), []).append(parameter)
             for (dtype, is_floating), parameters in by_type.items():
                 rows = self.rows_of(parameters)
-                flat = torch.zeros(rows.numel, dtype=dtype, device=self._device)
+                flat = (
+                    torch.zeros(rows.numel, dtype=dtype, device=self.device)
+                    if self.copies is None
+                    else self.copies.zeros(rows.numel, dtype)
+                )
                 for parameter, view in zip(parameters, rows.own(flat), strict=True):
                     view.copy_(self.records[id(parameter)].rows(parameter.data))
                     used = compute_dtype if compute_dtype is not None and is_floating else dtype
-                    parameter.data = torch.empty(parameter.shape, dtype=used, device=self._device)
+                    parameter.data = torch.empty(parameter.shape, dtype=used, device=self.device)
                     self.wholes[id(parameter)] = parameter.data
                     self.shards[id(parameter)] = nn.Parameter(view, requires_grad=parameter.requires_grad)
                 unit.messages.append((parameters, rows, flat))
@@ -109,7 +121,10 @@ class ParameterShards(ZeroShards):
         if unit.is_present or unit.waiting:
             return
         for parameters, rows, flat in unit.messages:
-            unit.waiting.append(rows.gather(flat.to(self.wholes[id(parameters[0])].dtype)))
+            unit.waiting.append(rows.gather(self._on_device(flat, self.wholes[id(parameters[0])].dtype)))
+
+    def _on_device(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        return flat.to(dtype) if self.copies is None else self.copies.to_device(flat, dtype)
 
     @torch.no_grad()
     def finish_gather(self, unit: Unit) -> None:
@@ -169,6 +184,7 @@ class ParameterShards(ZeroShards):
         try:
             yield
             if write:
+                self.land()
                 with torch.no_grad():
                     for key, shard in self.shards.items():
                         shard.copy_(self.records[key].rows(self.wholes[key]))
@@ -192,9 +208,10 @@ class ParameterShards(ZeroShards):
             for parameters, rows, flat in unit.messages:
                 for parameter in parameters:
                     mark_present(parameter)
-                    parameter.data = torch.empty(parameter.shape, dtype=flat.dtype, device=flat.device)
+                    parameter.data = torch.empty(parameter.shape, dtype=flat.dtype, device=self.device)
                     self.wholes[id(parameter)] = parameter.data
-                rows.unpack(rows.gather(flat).wait(), [parameter.data for parameter in parameters])
+                own = self._on_device(flat, flat.dtype)
+                rows.unpack(rows.gather(own).wait(), [parameter.data for parameter in parameters])
             unit.is_present = True
 
     def give_up(self) -> None:
@@ -205,7 +222,7 @@ class ParameterShards(ZeroShards):
         for parameter in self.parameters:
             mark_present(parameter)
             fill = float("nan") if parameter.is_floating_point() else 0
-            parameter.data = torch.full((), fill, dtype=parameter.dtype, device=self._device).expand(parameter.shape)
+            parameter.data = torch.full((), fill, dtype=parameter.dtype, device=self.device).expand(parameter.shape)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -94,8 +94,9 @@ class AbsentParameter(nn.Parameter):
         """Let through what reads no values; fetch them for everything else."""
         if func not in _VALUE_FREE:
             for leaf in _absent((args, kwargs or {})):
-                fetch = leaf.__dict__["fetch"]
-                fetch(leaf)
+                fetch = leaf.__dict__.get("fetch")
+                if fetch is not None:  # else it has come with another one
+                    fetch(leaf)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -158,7 +159,11 @@ class RowGradient(Tensor):
 
     @staticmethod
     def wrap(
-        rows: Tensor, shape: torch.Size, gather: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor]
+        rows: Tensor,
+        shape: torch.Size,
+        gather: Callable[[Tensor], Tensor],
+        own: Callable[[Tensor], Tensor],
+        device: torch.device | None = None,
     ) -> RowGradient:
         """Show `rows` as a whole tensor.
 
@@ -167,8 +172,9 @@ class RowGradient(Tensor):
             shape: Shape of the whole.
             gather: Rows -> whole, a new tensor; collective.
             own: Whole -> view of this rank's rows.
+            device: Where the whole is; default: where the rows are.
         """
-        shown = torch.empty((), dtype=rows.dtype, device=rows.device).expand(shape).as_subclass(RowGradient)
+        shown = torch.empty((), dtype=rows.dtype, device=device or rows.device).expand(shape).as_subclass(RowGradient)
         shown._rows, shown._gather, shown._own = rows, gather, own
         return shown
 

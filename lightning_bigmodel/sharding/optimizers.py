@@ -27,7 +27,7 @@ from lightning_bigmodel.sharding.adafactor import step_torch_adafactor, step_tra
 from lightning_bigmodel.sharding.muon import check_muon, step_torch_muon
 from lightning_bigmodel.sharding.rows import RowShard
 
-__all__ = ["StateKind", "adapt_optimizer", "is_elementwise", "state_layout"]
+__all__ = ["StateKind", "adapt_optimizer", "factored_state", "is_elementwise", "state_layout"]
 
 StateKind = Literal["rows", "whole", "leading", "local"]
 """What a rank holds of one entry of a parameter's state.
@@ -176,14 +176,22 @@ def state_layout(optimizer: Optimizer, parameter: Tensor, shard: RowShard) -> di
         return state_layout(inner, parameter, shard)
     kind = _kind(optimizer)
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    factored: dict[str, StateKind] = {}
-    if kind in ("adafactor", "transformers adafactor"):
-        columns: StateKind = "whole" if len(shard.shape) == 2 else "leading"
-        factored = {"row_var": "leading", "exp_avg_sq_row": "leading", "col_var": columns, "exp_avg_sq_col": columns}
+    factored = factored_state(optimizer, shard)
     return {
         key: factored.get(key) or _kind_of_entry(key, value, shard, kind == "bitsandbytes")
         for key, value in state.items()
     }
+
+
+def factored_state(optimizer: Optimizer, shard: RowShard) -> dict[str, StateKind]:
+    """Kinds of the entries that an optimizer keeps in another shape than the parameter's, as far as names tell."""
+    inner = _inner(optimizer)
+    if inner is not None:
+        return factored_state(inner, shard)
+    if _kind(optimizer) not in ("adafactor", "transformers adafactor"):
+        return {}
+    columns: StateKind = "whole" if len(shard.shape) == 2 else "leading"
+    return {"row_var": "leading", "exp_avg_sq_row": "leading", "col_var": columns, "exp_avg_sq_col": columns}
 
 
 def _kind_of_entry(key: str, value: Any, shard: RowShard, is_of_bitsandbytes: bool) -> StateKind:

@@ -159,7 +159,7 @@ class GatherPasses:
         uses = self._uses
         first, last = dict.fromkeys(uses), dict.fromkeys(reversed(uses))
         indices = [order.index(unit) for chosen in (first, last) for unit in dict.fromkeys([*chosen, *order])]
-        device = self._shards.units[0].messages[0][2].device
+        device = self._shards.device
         numbers = torch.tensor(indices, dtype=torch.int64, device=device)
         dist.broadcast(numbers, group=group, group_src=0)
         chosen = [order[index] for index in numbers.tolist()]

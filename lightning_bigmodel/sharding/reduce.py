@@ -120,6 +120,7 @@ class BucketReducer:
             self.launch(self._next)
         while self._waiting:
             self._finish()
+        self._shards.land()
 
     def has_leftovers(self) -> bool:
         """Whether gradients came after their bucket went."""

@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bigmodel.sharding.flat import FlatRows, Pending
+from lightning_bigmodel.sharding.offload import Arriving, HostCopies
 from lightning_bigmodel.sharding.rows import RowShard
 
 __all__ = ["ZeroShards"]
 
 _BUCKET_BYTES = 64 * 1024 * 1024
 _MAX_PENDING = 2
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class ZeroShards:
@@ -39,6 +41,7 @@ class ZeroShards:
         group: The ranks the rows are spread over.
         compute_dtype: Type of the whole parameters; None leaves the type they have. Row shards keep that one.
         bucket_bytes: Largest message.
+        copies: Keeps row shards and their gradients on the host; None: where the parameters are.
 
     Communication a step: stage 1, one reduce-scatter and one all-gather of all trained parameters, however many
     micro-batches; stage 2, a reduce-scatter a micro-batch and one all-gather (in messages of `bucket_bytes`).
@@ -52,8 +55,9 @@ class ZeroShards:
         group: dist.ProcessGroup | None,
         compute_dtype: torch.dtype | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
+        copies: HostCopies | None = None,
     ) -> None:
-        self.stage, self.group = stage, group
+        self.stage, self.group, self.copies = stage, group, copies
         self.parameters = list(parameters.values())
         self.num_ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
@@ -64,15 +68,23 @@ class ZeroShards:
         }
         self.shards: dict[int, nn.Parameter] = {}
         self.wholes: dict[int, Tensor] = {}
+        self._arriving: list[tuple[Sequence[nn.Parameter], FlatRows, Arriving]] = []
+        self._marks: dict[int, tuple[int, int]] = {}
         self._place(compute_dtype)
+        if copies is not None:
+            self._mark(self.parameters)
         self.present: set[int] = set()  # ids of parameters that had a gradient here since `start_window`
 
     def _place(self, compute_dtype: torch.dtype | None) -> None:
         for parameter in self.parameters:
             whole = parameter.data.contiguous()
             rows = self.records[id(parameter)].rows(whole)
-            if compute_dtype not in (None, whole.dtype) and whole.is_floating_point():
-                rows, whole = rows.clone(), whole.to(compute_dtype)
+            used = compute_dtype if compute_dtype is not None and whole.is_floating_point() else whole.dtype
+            if self.copies is not None:
+                rows = self.copies.zeros(rows.shape, rows.dtype).copy_(rows)
+            elif used != whole.dtype:
+                rows = rows.clone()
+            whole = whole.to(used)
             parameter.data = whole
             self.wholes[id(parameter)] = whole
             self.shards[id(parameter)] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -99,8 +111,9 @@ class ZeroShards:
             state = optimizer.state.pop(parameter, None)
             if state is not None:
                 record = self.records[id(parameter)]
-                optimizer.state[self.shard_of(parameter)] = {
-                    key: record.rows(value).clone()
+                shard = self.shard_of(parameter)
+                optimizer.state[shard] = {
+                    key: record.rows(value).clone().to(shard.device)
                     if isinstance(value, Tensor) and value.shape == record.shape
                     else value
                     for key, value in state.items()
@@ -108,6 +121,7 @@ class ZeroShards:
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Parameter name -> row shard."""
+        self.take_changes()
         return {record.name: self.shards[key] for key, record in self.records.items()}
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -132,8 +146,28 @@ class ZeroShards:
 
     @torch.no_grad()
     def add_to_shards(self, parameters: Sequence[nn.Parameter], rows: FlatRows, reduced: Tensor) -> None:
-        """Add reduced gradients to those of the shards."""
-        for parameter, gradient in zip(parameters, rows.own(reduced), strict=True):
+        """Add reduced gradients to those of the shards, on the host once they are there (see `land`)."""
+        if self.copies is None:
+            self._add(parameters, rows.own(reduced))
+            return
+        self._arriving.append((parameters, rows, self.copies.to_host(reduced)))
+        if len(self._arriving) > _MAX_PENDING:
+            self._land_one()
+
+    def _land_one(self) -> None:
+        parameters, rows, arriving = self._arriving.pop(0)
+        self._add(parameters, rows.own(arriving.wait()))
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for all copies between host and device: the host may read gradients and change rows. Not collective."""
+        while self._arriving:
+            self._land_one()
+        if self.copies is not None:
+            self.copies.wait()
+
+    def _add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             shard = self.shards[id(parameter)]
             if shard.grad is None:
                 shard.grad = gradient if gradient.dtype == shard.dtype else gradient.to(shard.dtype)
@@ -153,15 +187,59 @@ class ZeroShards:
         waiting: list[tuple[list[nn.Parameter], FlatRows, Pending]] = []
         for bucket in self.buckets(chosen):
             rows = self.rows_of(bucket)
-            own = rows.pack_own([self.shards[id(parameter)] for parameter in bucket], bucket[0].dtype)
+            own = self._packed(rows, [self.shards[id(parameter)] for parameter in bucket], bucket[0].dtype)
             waiting.append((bucket, rows, rows.gather(own)))
             if len(waiting) >= _MAX_PENDING:
                 self._finish(*waiting.pop(0))
         for item in waiting:
             self._finish(*item)
+        if self.copies is not None:
+            self._mark(chosen)
+
+    def _packed(self, rows: FlatRows, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """A local message, on the device."""
+        if self.copies is None:
+            return rows.pack_own(shards, dtype)
+        flat = self.copies.zeros(rows.numel, dtype)
+        torch._foreach_copy_(rows.own(flat), list(shards))
+        return self.copies.to_device(flat)
+
+    def whole_of(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """A tensor of a parameter's shape from this rank's rows of it, where the module computes. Collective."""
+        rows = self.rows_of([parameter])
+        flat = self._packed(rows, [own], own.dtype)
+        whole = torch.empty(parameter.shape, dtype=own.dtype, device=flat.device)
+        rows.unpack(rows.gather(flat).wait(), [whole])
+        return whole
 
     def _finish(self, bucket: Sequence[nn.Parameter], rows: FlatRows, pending: Pending) -> None:
         rows.unpack(pending.wait(), [self.wholes[id(parameter)] for parameter in bucket])
+
+    @torch.no_grad()
+    def _seen(self, parameters: Sequence[nn.Parameter]) -> dict[int, tuple[int, int]]:
+        """What tells whether somebody has written into this rank's rows of whole parameters."""
+        sums = []
+        for parameter in parameters:
+            rows = self.records[id(parameter)].rows(self.wholes[id(parameter)]).reshape(-1)
+            numbers = rows.view(_INTEGERS.get(rows.element_size(), torch.int64))
+            sums.append(numbers.sum(dtype=torch.int64))
+        totals = torch.stack(sums).tolist() if sums else []
+        return {id(p): (p._version, total) for p, total in zip(parameters, totals, strict=True)}
+
+    def _mark(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.stage != 3:  # where nobody can write into parameters between steps
+            self._marks.update(self._seen(parameters))
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Rows on the host take over what user code has written into whole parameters. No communication."""
+        if not self._marks:
+            return
+        self.land()
+        now = self._seen(self.parameters)
+        for key in (key for key, mark in now.items() if mark != self._marks[key]):
+            self.shards[key].copy_(self.records[key].rows(self.wholes[key]))
+        self._marks = now
 
     def published_by(self, optimizer: torch.optim.Optimizer) -> None:
         """`publish` the parameters that one optimizer has stepped. Collective."""
@@ -170,6 +248,7 @@ class ZeroShards:
 
     def load_rows(self, values: Mapping[str, Tensor]) -> None:
         """Set shards, by parameter name, from this rank's rows. `publish` must follow."""
+        self.land()
         by_name = self.by_name()
         with torch.no_grad():
             for name, rows in values.items():
@@ -177,6 +256,8 @@ class ZeroShards:
 
     def restore(self) -> None:
         """Ordinary whole parameters again, in the type of the shards. Collective where that differs."""
+        self.take_changes()
+        self._marks.clear()
         for parameter in self.parameters:
             shard = self.shards[id(parameter)]
             if parameter.dtype != shard.dtype:

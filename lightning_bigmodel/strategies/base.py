@@ -14,7 +14,10 @@ from lightning_bigmodel.pipeline.engine import PipelineEngine
 from lightning_bigmodel.pipeline.gradients import GradientWindow
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight
 from lightning_bigmodel.pipeline.ownership import ParameterShare
+from lightning_bigmodel.sharding.materialize import Materializer
+from lightning_bigmodel.strategies.compiled import CompiledBlocks
 from lightning_bigmodel.strategies.sharded import ShardedRun
+from lightning_bigmodel.strategies.tensor import TensorRun
 
 __all__ = ["StrategyBase"]
 
@@ -29,6 +32,9 @@ class StrategyBase(ParallelStrategy):
         self._mesh: RankMesh | None = None
         self._engine: PipelineEngine | None = None
         self._window: GradientWindow | None = None
+        self._tensor: TensorRun | None = None
+        self._compiled: CompiledBlocks | None = None
+        self._materializer: Materializer | None = None
         self._sharded: ShardedRun | None = None  # outlives the run too
         self._idle_passes: tuple[int, int] = (0, 0)  # evaluation batches to come here, and more on other data ranks
         self._share: ParameterShare | None = None  # outlives the run: checkpoints may be saved after it
@@ -39,6 +45,8 @@ class StrategyBase(ParallelStrategy):
         self._is_replaying = False
         self._blocks_sync = False
         self._is_manual = False
+        self._owed_gradients: list[Any] = []  # of a batch without a loss here
+        self._owes_backward = False
         self._shards_data = True
         self._skipped_batch = self._hides_world_size = False
         self._failed = False

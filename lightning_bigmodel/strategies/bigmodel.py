@@ -28,7 +28,7 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -52,7 +52,10 @@ from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weigh
 from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
-from lightning_bigmodel.sharding.optimizers import adapt_optimizer
+from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
+from lightning_bigmodel.sharding.offload import OffloadPolicy
+from lightning_bigmodel.sharding.tensor import check_tensor_plan
+from lightning_bigmodel.sharding.units import find_blocks
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
 from lightning_bigmodel.strategies.collectives import CollectiveHooks
 from lightning_bigmodel.strategies.combinations import (
@@ -61,11 +64,13 @@ from lightning_bigmodel.strategies.combinations import (
     check_optimizers,
     check_precision,
 )
+from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile_setting
 from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, named_blocks
 from lightning_bigmodel.strategies.steps import StepHooks
+from lightning_bigmodel.strategies.tensor import TensorRun, check_tensor_settings, find_plan
 
 __all__ = ["BigModelStrategy"]
 
@@ -99,6 +104,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
     Args:
         pipeline_parallel_size: Ranks the model is cut over, in order; the remaining ranks are data-parallel replicas.
             `"all"` takes every rank.
+        tensor_parallel_size: Ranks each layer of a plan is split over; they see the same batches.
+        tensor_plan: `"auto"`: the plan a transformers model brings, or what is found in the module and proves right;
+            or module name patterns and styles (`sharding.tensor.STYLES`).
         zero_stage: What the data ranks shard instead of replicate: 0 nothing, 1 optimizer state, 2 also gradients,
             3 also parameters.
         data_replicate_size: With `zero_stage` above 0, whole-model replicas; the data ranks of each shard one model.
@@ -106,6 +114,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         keep_gathered: With `zero_stage=3`, keep parameters from their first use in a step to the optimizer step.
         reduce_every_microbatch: Whether gradients are reduced to shards after each micro-batch, or whole ones are kept
             and reduced once a step. Default: as the stage says; False in stage 2 or 3 saves communication for memory.
+        offload: With `zero_stage` above 0, what is kept outside of the device: `"cpu"` rows, their gradients and the
+            optimizer's state and step (ZeRO-Offload, arXiv 2101.06840); `OffloadPolicy("disk", path=...)` also the
+            state in files (ZeRO-Infinity, arXiv 2104.07857). Bytes and copies: see `OffloadPolicy`.
         num_microbatches: Parts each training batch is split into; a smaller batch gives fewer. Default: twice the
             number of stages in a pipeline, else 1. Evaluation batches are not split.
         schedule: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"InterleavedZeroBubble"`, `"ZBVZeroBubble"` or
@@ -115,6 +126,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
             `"equal"` (Lightning's own arithmetic), `"sum"` (for losses that are sums), or a callable from a micro-batch
             to its weight.
+        compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
+            those of `blocks`, or the model's repeated modules.
         batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
             loads for itself under equal random states, with a check of the first batches.
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
@@ -143,11 +156,15 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         num_microbatches: int | None = None,
         schedule: str = "1F1B",
         blocks: str | list[str] = "auto",
+        tensor_parallel_size: int = 1,
+        tensor_plan: Literal["auto"] | Mapping[str, str] = "auto",
         zero_stage: Literal[0, 1, 2, 3] = 0,
         data_replicate_size: int | None = None,
         keep_gathered: bool = False,
         reduce_every_microbatch: bool | None = None,
+        offload: Literal["cpu", "disk"] | OffloadPolicy | None = None,
         microbatch_weight: Literal["samples", "equal", "sum"] | Callable[[Any], Any] = "samples",
+        compile_blocks: bool | Mapping[str, Any] = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -168,13 +185,26 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
         check_weight(microbatch_weight)
         check_blocks(blocks)
-        if pipeline_parallel_size == 1 and (schedule != "1F1B" or (blocks != "auto" and zero_stage != 3)):
+        if pipeline_parallel_size == 1 and (
+            schedule != "1F1B" or (blocks != "auto" and zero_stage != 3 and not compile_blocks)
+        ):
             raise ValueError(
                 f"`schedule={schedule!r}` and `blocks={blocks!r}` cut a model over ranks, but "
                 "`pipeline_parallel_size=1`. Set `pipeline_parallel_size` to 2 or more, or leave both out."
             )
-        self._sharding = ShardingSettings(zero_stage, data_replicate_size, keep_gathered, reduce_every_microbatch)
+        self._sharding = ShardingSettings(
+            zero_stage, data_replicate_size, keep_gathered, reduce_every_microbatch, offload
+        )
         self._sharding.check(schedule)
+        check_compile_setting(compile_blocks)
+        self._compile_blocks = compile_blocks
+        check_tensor_settings(tensor_parallel_size, tensor_plan)
+        if pipeline_parallel_size == "all" and tensor_parallel_size > 1:
+            raise ValueError(
+                f'`pipeline_parallel_size="all"` leaves no ranks for `tensor_parallel_size={tensor_parallel_size}`. '
+                "Give the pipeline a number of ranks."
+            )
+        self._tensor_parallel_size, self._tensor_plan = tensor_parallel_size, tensor_plan
         self.num_nodes = 1
         self._pipeline_parallel_size = pipeline_parallel_size
         self._num_microbatches = num_microbatches
@@ -234,10 +264,14 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         with self._phase("setup"):
             size = self._pipeline_parallel_size
             pipeline_size = self.world_size if isinstance(size, str) else size
+            tensor_size = self._tensor_parallel_size
             layout = Layout.resolve(
                 self.world_size,
                 pipeline_parallel_size=pipeline_size,
-                data_replicate_size=self._sharding.replicas(self.world_size, pipeline_size, 1, self.num_processes),
+                tensor_parallel_size=tensor_size,
+                data_replicate_size=self._sharding.replicas(
+                    self.world_size, pipeline_size, tensor_size, self.num_processes
+                ),
                 zero_stage=self._sharding.zero_stage,
             )
             self._mesh = build_rank_mesh(layout, self.root_device.type)
@@ -266,6 +300,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self.model = self.precision_plugin.convert_module(module)
         if self.world_size > 1:
             broadcast_module(module)
+        self._materializer = None
         self._engine = PipelineEngine(
             module,
             self.mesh,
@@ -287,31 +322,52 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self.setup_precision_plugin()
         _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm)
         if fitting:
-            _host.optimizers_to_device(self.optimizers, self.root_device)
+            device = self.root_device if self._sharded is None else self._sharded.state_device
+            _host.optimizers_to_device(self.optimizers, device)
 
     def _partition(self, trainer: pl.Trainer) -> None:
         """Cut the model on its first batch, which rank 0 shares: all ranks must come to one plan."""
         batch, step_name = None, "training_step"
-        if self.engine.num_stages > 1:
+        finds_plan = self.mesh.layout.tensor > 1 and self._tensor_plan == "auto"
+        plan = dict(self._tensor_plan) if isinstance(self._tensor_plan, Mapping) else {}
+        if self.engine.num_stages > 1 or finds_plan:
             # What setting the loaders up draws, one process draws too; what comes after it does not.
             loader, step_name = _host.first_loader(trainer)
             state = capture_rng()
             batch = loader.peek() if isinstance(loader, MeshLoader) else None
             if batch is None:
                 raise ValueError(
-                    "The data loader gave no batch. A pipeline is cut on the first batch of the run; give it at least "
-                    "one."
+                    "The data loader gave no batch. A model is cut on the first batch of the run; give it at least one."
                 )
             batch = self.broadcast(batch)
             restore_rng(state)
             with _host.silent_loggers(trainer), seeded_rng(self._seed):
                 batch = _host.transfer_batch(trainer, batch)
-                self.engine.partition(batch, self._step(step_name, (batch, 0)))
+                step = self._step(step_name, (batch, 0))
+                self.engine.partition(batch, step)
+                if finds_plan:
+                    plan = find_plan(self.engine.root, self.mesh.layout.tensor, batch, step, self.root_device)
+            plan = self.broadcast(plan)
         else:
             self.engine.partition(batch, lambda _: None)
+        if self.mesh.layout.tensor > 1:
+            check_tensor_plan(self.engine.root, plan, self.mesh.layout.tensor)
         self.engine.install()
         self._share = self.engine.share
-        self.engine.planner.tracing = lambda: _host.silent_loggers(trainer)
+        if has_meta_tensors(self.engine.root):
+            self._materialize(trainer)
+        self._tensor = TensorRun(self.engine.root, plan, self.mesh) if self.mesh.layout.tensor > 1 else None
+        self.engine.planner.tracing = lambda: _host.traced(trainer)
+
+    def _materialize(self, trainer: pl.Trainer) -> None:
+        """Memory and first values for what this rank holds; where it keeps rows only, they are made unit by unit."""
+        share = self.engine.share
+        assert share is not None
+        self._materializer = Materializer(
+            self.engine.root, self._seed, self.root_device, is_loaded=trainer.ckpt_path is not None
+        )
+        keeps_rows = self._sharding.zero_stage == 3 and self.mesh.layout.data_shard > 1 and self.mesh.layout.tensor == 1
+        self._materializer.fill([p for p in share.owned if not p.ndim] if keeps_rows else share.owned)
 
     def _place(self, trainer: pl.Trainer) -> None:
         """Put what this rank holds on its device, in shards where so asked, and begin a window of gradients."""
@@ -331,15 +387,21 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 reduce_every_microbatch=settings.reduces_every_microbatch,
                 shows_gradients=_host.looks_at_gradients(trainer),
                 blocks=None if self._blocks == "auto" else named_blocks(engine.root, self._blocks),
+                offload=settings.policy,
+                prepare=self._materializer.fill if self._materializer is not None else None,
             )
             engine.places = self._sharded
-            for optimizer in self.optimizers:
-                self._sharded.shards.hand_to(optimizer)
-                adapt_optimizer(optimizer, self._sharded.records)
+            self._sharded.hand_to(self.optimizers)
         if settings.zero_stage == 3:
             self.model_to_device()
         shared = share.shared()
         planner = engine.planner
+        if self._tensor is not None:
+            for optimizer in self.optimizers:
+                self._tensor.check_optimizer(optimizer)
+        if self._compile_blocks:
+            options = {} if self._compile_blocks is True else dict(self._compile_blocks)
+            self._compiled = CompiledBlocks(self._blocks_to_compile(), options)
         self._begin_manual()
         self._window = GradientWindow(
             share.owned,
@@ -347,9 +409,21 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             build_pipe_subgroups(self.mesh, list(shared)),
             None if planner.first_trace is None else lambda: planner.trained,
             engine.places,
-            all_reduce_sum,
+            all_reduce_sum if self._sharded is None else self._sharded.sum_gradients,
             divides=self._microbatch_weight != "sum" and not self._is_manual,
+            partial=self._tensor.slices.partial_gradients if self._tensor is not None else (),
+            partial_group=self.mesh.tensor_group,
         )
+
+    def _blocks_to_compile(self) -> list[torch.nn.Module]:
+        """Blocks of this rank's stages."""
+        planner, root = self.engine.planner, self.engine.root
+        if planner.tree is not None and planner.ownership is not None:
+            stages, of_unit = set(self.engine.stage_indices), planner.ownership.stage_of_unit
+            return [block for block in planner.tree.blocks if stages & set(of_unit.get(block, ()))]
+        if self._blocks != "auto":
+            return list(named_blocks(root, self._blocks).values())
+        return [module for module in find_blocks(root).values() if any(module.children())]
 
     @override
     def model_to_device(self) -> None:
@@ -444,10 +518,15 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
             self._end_manual()
+            if self._compiled is not None:
+                self._compiled.restore()
+                self._compiled = None
             self._num_steps = self._engine.num_steps
             with nullcontext() if self._failed else self._phase("teardown"):
                 if self._sharded is not None:
                     (self._sharded.give_up if self._failed else self._sharded.restore)()
+                if self._tensor is not None:
+                    (self._tensor.give_up if self._failed else self._tensor.restore)()
                 self._engine.uninstall(restore=not self._failed)
         if self._guard is not None:
             self._guard.close()
@@ -458,7 +537,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
     def describe_ranks(self) -> list[dict[str, Any]]:
         """What each rank owns: a list over all ranks, the same on every rank, without communication.
 
-        Keys: rank, pipe_rank, data_rank, stages, modules, num_parameters, parameter_bytes.
+        Keys: rank, pipe_rank, data_rank, tensor_rank, stages, modules, num_parameters, parameter_bytes (of whole
+        parameters, before any sharding over data or tensor ranks; of slices where a plan has cut them).
         """
         from lightning_bigmodel.strategies.describe import describe_ranks
 
@@ -495,12 +575,20 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         if self._sharded is not None:
             self._sharded.shards.publish()
 
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether the parameters this rank's stages hold are whole between steps: not with `zero_stage=3`."""
+        return self._sharded is None or self._sharded.is_whole
+
     def whole_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """The whole gradient of a parameter in `on_before_optimizer_step`, or None. Call it on all ranks together.
 
-        Communication: the gradient once over the shards (`zero_stage` 1 to 3); none without sharding.
+        Communication: the gradient once over the shards (`zero_stage` 1 to 3) and once over the tensor ranks.
         """
-        return parameter.grad if self._sharded is None else self._sharded.whole_gradient(parameter)
+        gradient = parameter.grad if self._sharded is None else self._sharded.whole_gradient(parameter)
+        if self._tensor is not None and gradient is not None:
+            gradient = self._tensor.slices.gather_full(parameter, gradient)
+        return gradient
 
     @classmethod
     @override
@@ -510,6 +598,13 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             strategy_registry.register(
                 f"bigmodel_zero{stage}", cls, description=f"Data ranks shard {what} (ZeRO {stage})", zero_stage=stage
             )
+        strategy_registry.register(
+            "bigmodel_zero3_offload",
+            cls,
+            description="ZeRO 3 with states and optimizer steps on the host",
+            zero_stage=3,
+            offload="cpu",
+        )
         strategy_registry.register(
             "bigmodel_pipeline",
             cls,

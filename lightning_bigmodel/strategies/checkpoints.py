@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.checkpoint import (
     RegionLayout,
     TensorRegions,
@@ -18,14 +20,17 @@ from lightning_bigmodel.checkpoint import (
     load_model_state,
     load_optimizer_state,
     load_sharded,
+    marked_state,
     model_state_by_name,
     optimizer_state_by_name,
     save_sharded,
 )
 from lightning_bigmodel.mesh import AXES
+from lightning_bigmodel.sharding.optimizers import factored_state, state_layout
 
 if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.ownership import ParameterShare
+    from lightning_bigmodel.sharding.rows import RowShard
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = ["CheckpointMixin"]
@@ -71,10 +76,28 @@ class CheckpointMixin:
             names.update({key: record.name for key, record in self._sharded.records.items()})
         return names
 
-    def _regions(self: Any) -> dict[str, RegionLayout]:
-        """Name -> which rows of a parameter this rank has."""
+    def _rows(self: Any) -> dict[str, RowShard]:
+        """Name -> which rows of a parameter (of a slice of it, under tensor parallelism) this rank has."""
         records = self._sharded.records.values() if self._sharded is not None else ()
-        return {record.name: RegionLayout.of_rows(record.shape, record.start, record.length) for record in records}
+        return {record.name: record for record in records}
+
+    def _regions(self: Any) -> dict[str, RegionLayout]:
+        """Name -> what an optimizer here holds of a parameter, where it is not all of it."""
+        found = {} if self._tensor is None else self._tensor.layouts()
+        for name, rows in self._rows().items():
+            layout = found.get(name) or RegionLayout.of_whole(rows.shape)
+            found[name] = layout.rows(rows.start, rows.length)
+        return found
+
+    def _held_now(self: Any) -> dict[str, Tensor]:
+        """Name -> tensor that has a part of a parameter at the time; parameters that are whole are left out."""
+        found: dict[str, Tensor] = {}
+        if self._tensor is not None and not self._tensor.is_restored:
+            parts, names = self._tensor.layouts(), self._held().names
+            found = {names[id(p)]: p for p in self._held().owned if names[id(p)] in parts}
+        if self._sharded is not None:
+            found.update(self._sharded.shards.by_name())
+        return found
 
     def _layout_sizes(self: Any) -> dict[str, int]:
         return dict(zip(AXES, self.mesh.layout.shape, strict=True))
@@ -91,14 +114,12 @@ class CheckpointMixin:
 
     def _rows_by_state_name(self: Any) -> dict[str, TensorRegions]:
         """State-dict name (all of them, of a tied parameter) -> this rank's rows."""
-        if self._sharded is None:
-            return {}
-        regions, shards, names = self._regions(), self._sharded.shards.by_name(), self._held().names
+        regions, held, names = self._regions(), self._held_now(), self._held().names
         found = {}
         for name, value in self.lightning_module.state_dict(keep_vars=True).items():
             own = names.get(id(value))
-            if own in shards:
-                found[name] = TensorRegions(shards[own].detach(), regions[own])
+            if own in held:
+                found[name] = TensorRegions(held[own].detach(), regions[own])
         return found
 
     def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
@@ -108,13 +129,53 @@ class CheckpointMixin:
         names = self._parameter_names()
         owned = {names[id(parameter)] for parameter in self._held().owned}
         state: Any = optimizer_state_by_name(optimizer, names, owned)
-        regions = self._regions()
+        regions, rows = self._regions(), self._rows()
+        stepped = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         for name, entries in state["state"].items():
-            layout = regions.get(name)
-            for key, value in entries.items():
-                if layout is not None and isinstance(value, Tensor) and tuple(value.shape) == layout.local_shape:
-                    entries[key] = TensorRegions(value, layout)
+            if name in rows:
+                kinds: Mapping[str, str] = state_layout(optimizer, stepped[name], rows[name])
+            else:  # under tensor parallelism only elementwise optimizers are let in
+                local_shape = regions[name].local_shape if name in regions else None
+                kinds = {k: "rows" for k, v in entries.items() if tuple(getattr(v, "shape", ())) == local_shape}
+            if name in regions:
+                own = rows.get(name) if self._tensor is None else None
+                state["state"][name] = marked_state(entries, kinds, regions[name], own)
         return dict(state)
+
+    # -- what callbacks keep of parameters -----------------------------------------------------------------------------
+
+    def _extra_sets(self: Any) -> list[str]:
+        """Sets of tensors by parameter name that callbacks keep; each callback names its own in `extra_states`.
+
+        A callback puts `checkpoint_state` of its tensors into the checkpoint under `<set>_state_dict`, and finds there
+        what this rank holds of them when a checkpoint is loaded, of an ordinary file too.
+        """
+        return [name for callback in _host.callbacks(self._trainer()) for name in getattr(callback, "extra_states", ())]
+
+    def held_regions(self: Any) -> dict[str, RegionLayout]:
+        """Parameter name -> how what this rank holds of it lies in the whole."""
+        share, regions = self._held(), self._regions()
+        shapes = {share.names[id(parameter)]: parameter.shape for parameter in share.owned}
+        return {name: regions.get(name) or RegionLayout.of_whole(shape) for name, shape in shapes.items()}
+
+    def held_parts(self: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of whole tensors by name what this rank holds: copies of its parts of parameters, and its own others."""
+        owned, regions = self._owned_names(), self._regions()
+        parts = {name: value for name, value in tensors.items() if name in owned}
+        for name in parts.keys() & regions.keys():
+            if tuple(parts[name].shape) == regions[name].shape:
+                parts[name] = regions[name].take(parts[name])
+        return parts
+
+    def checkpoint_state(self: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | TensorRegions]:
+        """As a checkpoint takes them: this rank's tensors by parameter or buffer name, under all state-dict names."""
+        owned, regions, names = self._owned_names(), self._regions(), self._held().names
+        found: dict[str, Tensor | TensorRegions] = {}
+        for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+            own = names.get(id(value), name)
+            if own in tensors and own in owned:
+                found[name] = TensorRegions(tensors[own], regions[own]) if own in regions else tensors[own]
+        return found
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded directory.
@@ -132,6 +193,9 @@ class CheckpointMixin:
         rest = dict(checkpoint)
         model_state = rest.pop("state_dict")
         optimizer_states = rest.pop("optimizer_states", None)
+        extra_states = {
+            name: rest.pop(f"{name}_state_dict") for name in self._extra_sets() if f"{name}_state_dict" in rest
+        }
         with strategy._phase("saving a checkpoint"):
             save_sharded(
                 path,
@@ -141,6 +205,7 @@ class CheckpointMixin:
                 rank_state={
                     "num_steps": strategy._num_steps if strategy._engine is None else strategy._engine.num_steps
                 },
+                extra_states=extra_states,
                 layout=strategy._layout_sizes(),
             )
 
@@ -150,14 +215,20 @@ class CheckpointMixin:
         path = Path(strategy.broadcast(str(checkpoint_path)))
         with strategy._phase("loading a checkpoint"):
             if not is_sharded_checkpoint(path):
-                return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            names = strategy._parameter_names()
+                plain: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                for key in (f"{name}_state_dict" for name in strategy._extra_sets()):
+                    if key in plain:
+                        plain[key] = strategy.held_parts(plain[key])
+                return plain
+            names, owned = strategy._parameter_names(), strategy._owned_names()
             loaded = load_sharded(
                 path,
-                model_names=strategy._owned_names(),
+                model_names=owned,
                 optimizer_names=[names[id(parameter)] for parameter in strategy._held().owned],
+                extra_names=dict.fromkeys(strategy._extra_sets(), owned),
                 layout=strategy._layout_sizes(),
                 regions=self._regions(),
+                rows=self._rows() if self._tensor is None else None,
                 weights_only=bool(weights_only),
             )
         if loaded.rank_state is not None:
@@ -166,6 +237,7 @@ class CheckpointMixin:
         checkpoint["state_dict"] = loaded.model_state
         if loaded.optimizer_states:
             checkpoint["optimizer_states"] = loaded.optimizer_states
+        checkpoint.update({f"{name}_state_dict": tensors for name, tensors in loaded.extra_states.items()})
         checkpoint[_IS_SHARDED] = True
         return checkpoint
 
@@ -192,32 +264,43 @@ class CheckpointMixin:
         self._load_model_tensors(tensors, owned, is_whole=not checkpoint.get(_IS_SHARDED))
 
     def _load_model_tensors(self: Any, tensors: Mapping[str, Any], owned: set[str], *, is_whole: bool) -> None:
-        if self._sharded is None:
-            load_model_state(self.lightning_module, tensors, owned)
-            return
-        shards, records = self._sharded.shards, {r.name: r for r in self._sharded.records.values()}
+        held, regions, names = self._held_now(), self._regions(), self._held().names
         state = self._held().module.state_dict(keep_vars=True)
-        first_name = self._held().names
-        rows: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         rest = OrderedDict()
         for name, value in tensors.items():
-            own = first_name.get(id(state.get(name)), name)
-            if own not in records:
+            own = names.get(id(state.get(name)), name)
+            if own not in held:
                 rest[name] = value
                 continue
-            record = records[own]
-            rows[own] = record.rows(value.contiguous()) if is_whole else value
-            if rows[own].shape != record.local_shape or (is_whole and value.shape != record.shape):
+            wanted = regions[own].shape if is_whole else regions[own].local_shape
+            if tuple(value.shape) != tuple(wanted):
                 raise ValueError(
-                    f"`{name}` has shape {list(value.shape)} in the checkpoint and {list(record.shape)} in the module."
+                    f"`{name}` has shape {list(value.shape)} in the checkpoint and {list(wanted)} in the module."
                 )
+            parts[own] = regions[own].take(value) if is_whole else value
         versions = getattr(tensors, "_metadata", None)
         if versions is not None:
             rest._metadata = versions  # type: ignore[attr-defined]  # as torch's state dicts carry it
-        left = {name for name in owned if first_name.get(id(state.get(name)), name) not in records}
+        left = {name for name in owned if names.get(id(state.get(name)), name) not in held}
         load_model_state(self.lightning_module, rest, left)
-        shards.load_rows(rows)
-        shards.publish([p for p in shards.parameters if shards.records[id(p)].name in rows])
+        with torch.no_grad():
+            for name, value in parts.items():
+                held[name].copy_(value)
+        if self._sharded is not None:
+            shards = self._sharded.shards
+            shards.publish([p for p in shards.parameters if shards.records[id(p)].name in parts])
+
+    def _part_of_state(
+        self: Any, optimizer: Optimizer, name: str, key: str, value: Any, regions: Mapping[str, RegionLayout]
+    ) -> Any:
+        """What this rank steps of a whole state entry of an ordinary checkpoint."""
+        if name not in regions or not isinstance(value, Tensor):
+            return value
+        rows = self._rows().get(name)
+        if rows is not None and factored_state(optimizer, rows).get(key) == "leading":
+            return value[rows.start : rows.start + rows.length].contiguous()
+        return regions[name].take(value) if tuple(value.shape) == regions[name].shape else value
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of owned parameters, and all group options."""
@@ -230,19 +313,15 @@ class CheckpointMixin:
                 continue
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             keys = [key for group in saved["param_groups"] for key in group["params"]]
-            records = self._sharded.records if self._sharded is not None else {}
-            state = {}
+            regions, state = self._regions(), {}
             for key, parameter in zip(keys, parameters, strict=True):
-                record = records.get(id(parameter))
-                if record is not None and key in saved["state"]:
-                    state[key] = {
-                        entry: record.rows(value.contiguous())
-                        if getattr(value, "shape", None) == record.shape
-                        else value
-                        for entry, value in saved["state"][key].items()
-                    }
-                elif id(parameter) in owned_ids and key in saved["state"]:
-                    state[key] = saved["state"][key]
+                name = names[id(parameter)]
+                if name not in owned or key not in saved["state"]:
+                    continue
+                state[key] = {
+                    entry: self._part_of_state(optimizer, name, entry, value, regions)
+                    for entry, value in saved["state"][key].items()
+                }
             optimizer.load_state_dict({**saved, "state": state})
 
 

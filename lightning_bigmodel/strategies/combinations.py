@@ -64,7 +64,8 @@ def check_callbacks(callbacks: Sequence[Any], *, is_pipelined: bool) -> None:
         if is_pipelined and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
                 f"`{type(callback).__name__}` averages the whole model on every rank, but in a pipeline each rank "
-                "holds only its share of the weights. Leave the callback out, or set `pipeline_parallel_size=1`."
+                "holds only its share of the weights. Use `lightning_bigmodel.ExponentialMovingAverage`, or set "
+                "`pipeline_parallel_size=1`."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from lightning_bigmodel.mesh import RankMesh
@@ -39,8 +40,8 @@ def describe_ranks(engine: PipelineEngine, mesh: RankMesh) -> list[dict[str, Any
         }
 
     by_pipe_rank = [of_pipe_rank(index) for index in range(mesh.pipe_size)]
+    places = itertools.product(range(mesh.pipe_size), range(mesh.data_size), range(mesh.layout.tensor))
     return [
-        {"rank": pipe_rank * mesh.data_size + data_rank, "data_rank": data_rank, **by_pipe_rank[pipe_rank]}
-        for pipe_rank in range(mesh.pipe_size)
-        for data_rank in range(mesh.data_size)
+        {"rank": rank, "data_rank": data_rank, "tensor_rank": tensor_rank, **by_pipe_rank[pipe_rank]}
+        for rank, (pipe_rank, data_rank, tensor_rank) in enumerate(places)
     ]

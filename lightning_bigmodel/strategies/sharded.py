@@ -3,66 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bigmodel.mesh import RankMesh
 from lightning_bigmodel.pipeline.engine import PipelineEngine
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.ownership import ParameterShare
-from lightning_bigmodel.pipeline.passes import Passes
-from lightning_bigmodel.sharding.gather import ParameterShards, Unit
+from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
+from lightning_bigmodel.sharding.disk_states import DiskStates
+from lightning_bigmodel.sharding.gather import ParameterShards
 from lightning_bigmodel.sharding.guard import RowGradient
+from lightning_bigmodel.sharding.offload import HostCopies, OffloadPolicy
+from lightning_bigmodel.sharding.optimizers import adapt_optimizer
 from lightning_bigmodel.sharding.passes import GatherPasses
 from lightning_bigmodel.sharding.reduce import BucketReducer, reduce_leftovers
 from lightning_bigmodel.sharding.rows import RowShard
-from lightning_bigmodel.sharding.units import find_blocks, make_units
+from lightning_bigmodel.sharding.units import make_units
 from lightning_bigmodel.sharding.zero import ZeroShards
+from lightning_bigmodel.strategies.stage_passes import ReducePasses, StageGatherPasses, distinct_units, stage_parts
 
 __all__ = ["ShardedRun"]
-
-
-class _ReducePasses(Passes):
-    """Stage 2: whole parameters, gradients reduced after each micro-batch."""
-
-    def __init__(self, reducer: BucketReducer) -> None:
-        self._reducer = reducer
-
-    @override
-    def begin_backward(self, microbatch: Any) -> None:
-        self._reducer.open()
-
-    @override
-    def end_backward(self, microbatch: Any) -> None:
-        self._reducer.flush()
-
-
-class _GatherPasses(Passes):
-    """Stage 3, as a stage calls it."""
-
-    def __init__(self, passes: GatherPasses) -> None:
-        self._passes = passes
-
-    @override
-    def forward(self, microbatch: Any) -> AbstractContextManager[Any]:
-        return self._passes.forward(microbatch)
-
-    @override
-    def begin_backward(self, microbatch: Any) -> None:
-        self._passes.begin_backward(microbatch)
-
-    @override
-    def pause_backward(self, microbatch: Any) -> None:
-        self._passes.pause_backward()
-
-    @override
-    def end_backward(self, microbatch: Any) -> None:
-        self._passes.end_backward(microbatch)
 
 
 class ShardedRun(GradientPlaces):
@@ -77,7 +45,9 @@ class ShardedRun(GradientPlaces):
         keep_gathered: See `ParameterShards`.
         reduce_every_microbatch: Whether gradients become rows after each micro-batch, or once a step.
         shows_gradients: Whether user code may look at `parameter.grad` after a window.
+        prepare: Makes parameters on the meta device real; see `ParameterShards`.
         blocks: Modules gathered as a whole in stage 3, by name; default: found by structure.
+        offload: What is kept outside of the device.
     """
 
     sums_early = True
@@ -93,33 +63,47 @@ class ShardedRun(GradientPlaces):
         keep_gathered: bool,
         reduce_every_microbatch: bool,
         shows_gradients: bool,
+        prepare: Callable[[Sequence[nn.Parameter]], None] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         super().__init__(mesh.data_group)
+        self._offload = offload
+        self._states: DiskStates | None = None
+        copies = None if offload is None else HostCopies(device)
         self._mesh, self._device = mesh, device
         self._shows_gradients = shows_gradients
         self._shown: list[nn.Parameter] = []
+        self._reference: float | None = None
         self.reduces_every_microbatch = reduce_every_microbatch
         self._group = mesh.device_mesh.get_group("data_shard")
         self._replicate_group = mesh.device_mesh.get_group("data_replicate")
         held = {share.names[id(p)]: p for p in share.owned if p.ndim}
         self._gathering: ParameterShards | None = None
         self._reducers: list[BucketReducer] = []
-        parts = _stage_parts(engine, share, list(held.values()), blocks)
+        parts = stage_parts(engine, share, list(held.values()), blocks)
         # One rank alone has all rows: there is nothing to gather.
         if zero_stage == 3 and mesh.layout.data_shard > 1:
             units_by_stage = [make_units(modules, parameters, list(modules.values())) for modules, parameters in parts]
-            units = _distinct(units_by_stage)
+            units = distinct_units(units_by_stage)
             self._gathering = ParameterShards(
-                units, share.names, group=self._group, device=device, keep_gathered=keep_gathered
+                units,
+                share.names,
+                group=self._group,
+                device=device,
+                keep_gathered=keep_gathered,
+                copies=copies,
+                prepare=prepare,
             )
             self.shards: ZeroShards = self._gathering
             for stage, own in zip(engine.stages, units_by_stage, strict=True):
                 passes = GatherPasses(self._gathering, own, reduce_every_microbatch=reduce_every_microbatch)
                 self._reducers.append(passes.reducer)
-                stage.passes = _GatherPasses(passes)
+                stage.passes = StageGatherPasses(passes)
         else:
-            self.shards = ZeroShards(held, stage=zero_stage, group=self._group)
+            if prepare is not None:
+                prepare(list(held.values()))
+            self.shards = ZeroShards(held, stage=zero_stage, group=self._group, copies=copies)
             seen: set[int] = set()
             for stage, (_, parameters) in zip(engine.stages, parts, strict=True):
                 new = [p for p in parameters if id(p) not in seen]
@@ -127,7 +111,7 @@ class ShardedRun(GradientPlaces):
                 reducer = BucketReducer(self.shards, new, while_backward=reduce_every_microbatch)
                 self._reducers.append(reducer)
                 if reduce_every_microbatch:
-                    stage.passes = _ReducePasses(reducer)
+                    stage.passes = ReducePasses(reducer)
         self._passes = [stage.passes for stage in engine.stages]
 
     # -- parameters ----------------------------------------------------------------------------------------------------
@@ -152,7 +136,8 @@ class ShardedRun(GradientPlaces):
 
     @contextmanager
     def _written(self, write: bool) -> Iterator[None]:
-        yield  # row shards are views of the whole parameters: what is written into those is written into both
+        yield  # row shards are views of the whole parameters, or on the host
+        self.shards.take_changes()
 
     def idle_pass(self) -> None:
         """Take part in one forward of the other data ranks, which have more batches. Collective over the shards."""
@@ -166,6 +151,7 @@ class ShardedRun(GradientPlaces):
             reducer.close()
         if self._gathering is not None:
             self._gathering.give_up()
+        self._close_states()
 
     def restore(self) -> None:
         """Whole parameters again; optimizers keep their row shards. Collective."""
@@ -173,6 +159,39 @@ class ShardedRun(GradientPlaces):
             reducer.close()
         self.discard()
         self.shards.restore()
+        self._close_states()
+
+    def _close_states(self) -> None:
+        if self._states is not None:
+            self._states.close()
+
+    # -- optimizers ----------------------------------------------------------------------------------------------------
+
+    def hand_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers step row shards from now on, exactly or not at all. Collective with `offload` to a disk."""
+        for optimizer in optimizers:
+            self.shards.hand_to(optimizer)
+        if self._offload is not None and self._offload.kind == "disk":
+            self._states = DiskStates(optimizers, self.records.keys(), self._offload, rank=dist.get_rank())
+        for optimizer in optimizers:
+            adapt_optimizer(optimizer, self.records)
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where optimizers keep their states."""
+        return self._device if self._offload is None else torch.device("cpu")
+
+    def sum_gradients(self, gradients: Sequence[Tensor], group: Any) -> None:
+        """`all_reduce_sum` on the device, whose groups may not know the host; what takes copies goes one by one."""
+        copies = self.shards.copies
+        if copies is None or self._device.type == "cpu":
+            all_reduce_sum(gradients, group)
+            return
+        for gradient in gradients:
+            moved = copies.to_device(gradient)
+            all_reduce_sum([moved], group)
+            if moved is not gradient:
+                gradient.copy_(moved)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +214,16 @@ class ShardedRun(GradientPlaces):
     @override
     def summed_over(self, parameter: nn.Parameter) -> Any:
         return self._replicate_group if self.is_sharded(parameter) else self.data_group
+
+    @override
+    def common_reference(self, weight: float) -> float:
+        # One for the run: ranks' gradients are summed before the total weight of a window is known.
+        if self._reference is None:
+            largest = torch.tensor(weight, dtype=torch.float64)
+            if self._mesh.data_size > 1:
+                torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self._mesh.data_group)
+            self._reference = float(largest) or 1.0
+        return self._reference
 
     @override
     def settle(self) -> None:
@@ -221,8 +250,8 @@ class ShardedRun(GradientPlaces):
                 record = self.shards.records[id(parameter)]
                 # Of the parameter's own type, as gradients are.
                 rows = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
-                gather = functools.partial(self._whole, parameter)
-                parameter.grad = RowGradient.wrap(rows, parameter.shape, gather, record.rows)
+                gather = functools.partial(self.shards.whole_of, parameter)
+                parameter.grad = RowGradient.wrap(rows, parameter.shape, gather, record.rows, parameter.device)
                 self._shown.append(parameter)
 
     @override
@@ -240,57 +269,9 @@ class ShardedRun(GradientPlaces):
         """Axes beside the pipeline over which parts of one model lie."""
         return [self._group] if self._mesh.layout.data_shard > 1 else []
 
-    def counted(self, share: ParameterShare) -> set[int]:
-        """Ids of the gradient holders this rank answers for."""
-        first = self._mesh.coordinates["data_shard"] == 0
-        return {id(self.holder(parameter)) for parameter in share.counted if first or self.is_sharded(parameter)}
-
     def whole_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The whole gradient after a window. Collective over the shards."""
         holder = self.holder(parameter)
         if holder is parameter or holder.grad is None:
             return holder.grad
-        return self._whole(parameter, holder.grad)
-
-    def _whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        rows = self.shards.rows_of([parameter])
-        whole = torch.empty(parameter.shape, dtype=own.dtype, device=own.device)
-        rows.unpack(rows.gather(rows.pack_own([own], own.dtype)).wait(), [whole])
-        return whole
-
-
-def _distinct(units_by_stage: list[list[Unit]]) -> list[Unit]:
-    """All units; those of one parameter that two stages of this rank use are the first stage's in both."""
-    unit_of: dict[int, Unit] = {}
-    for units in units_by_stage:
-        for unit in list(units):
-            shared = [p for p in unit.parameters if id(p) in unit_of]
-            if shared:
-                unit.parameters = [p for p in unit.parameters if id(p) not in unit_of]
-                for owner in dict.fromkeys(unit_of[id(p)] for p in shared):
-                    owner.modules += [module for module in unit.modules if module not in owner.modules]
-                    units.append(owner)
-            for parameter in unit.parameters:
-                unit_of[id(parameter)] = unit
-        units[:] = [unit for unit in units if unit.parameters]
-    return list(dict.fromkeys(unit for units in units_by_stage for unit in units))
-
-
-def _stage_parts(
-    engine: PipelineEngine,
-    share: ParameterShare,
-    held: Sequence[nn.Parameter],
-    blocks: Mapping[str, nn.Module] | None,
-) -> list[tuple[dict[str, nn.Module], list[nn.Parameter]]]:
-    """For each stage of this rank its modules by name, and its parameters."""
-    ownership = engine.planner.ownership
-    assert ownership is not None, "sharded after the model was cut"
-    if engine.num_stages == 1:
-        return [(dict(blocks) if blocks is not None else find_blocks(engine.root), list(held))]
-    names = {module: name for name, module in engine.root.named_modules()}
-    parts = []
-    for index in engine.stage_indices:
-        modules = {names[module]: module for module, stages in ownership.stage_of_unit.items() if index in stages}
-        parameters = [p for p in held if index in ownership.stages_of_parameter[id(p)]]
-        parts.append((modules, parameters))
-    return parts
+        return self.shards.whole_of(parameter, holder.grad)

@@ -6,10 +6,12 @@ import difflib
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from lightning_bigmodel.pipeline.schedules import SCHEDULES
+from lightning_bigmodel.sharding.offload import OffloadPolicy
 
 __all__ = ["ShardingSettings", "named_blocks"]
 
@@ -22,6 +24,12 @@ class ShardingSettings:
     data_replicate_size: int | None
     keep_gathered: bool
     reduce_every_microbatch: bool | None
+    offload: Any = None
+
+    @property
+    def policy(self) -> OffloadPolicy | None:
+        """What `offload` means."""
+        return OffloadPolicy.of(self.offload)
 
     @property
     def reduces_every_microbatch(self) -> bool:
@@ -50,6 +58,11 @@ class ShardingSettings:
             raise ValueError(
                 f"`reduce_every_microbatch=True` keeps gradients as shards, but with `zero_stage={stage}` they stay "
                 "whole until the optimizer step. Leave it out, or set `zero_stage=2`."
+            )
+        if self.policy is not None and stage == 0:
+            raise ValueError(
+                f"`offload={self.offload!r}` moves row shards off the device, but with `zero_stage=0` there are none. "
+                "Leave it out, or set `zero_stage=1`."
             )
         spec = SCHEDULES.get(schedule)
         if stage == 3 and not self.keep_gathered and spec is not None and spec.splits_backward:

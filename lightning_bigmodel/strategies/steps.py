@@ -72,12 +72,14 @@ class StepHooks(StrategyBase):
                     return outcomes[0].loss
 
                 accumulating = self.engine.places.accumulating(self.engine.trained_parameters())
-                scheduled = run_as_one_node(schedule, accumulating, lambda outer: scale_later[0](outer))
+                scheduled = run_as_one_node(
+                    schedule, accumulating, lambda outer: scale_later[0](outer), self._owed_gradients.extend
+                )
                 outcome = outcomes[0]
                 self._replay(outcome)
                 if scheduled is None:
                     return self._skip_batch()
-                scale_later.append(self._scale(outcome.weight))
+                scale_later.append(self._scale(outcome.weight, is_weighted=self.engine.places.sums_early))
                 loss = scheduled
         if isinstance(outcome.result, Mapping):
             return {**outcome.result, "loss": loss}
@@ -88,9 +90,18 @@ class StepHooks(StrategyBase):
         assert self._window is not None
         self._window.add(0.0)
         self._skipped_batch = True
-        if not self.engine.is_pipelined:  # other data ranks go through a backward
+        self._owes_backward = not self.engine.is_pipelined
+
+    def _pay(self) -> None:
+        """After a batch without a loss here, once the host has erased old gradients: what other ranks' losses gave."""
+        if self._owes_backward:
+            self._owes_backward = False
             self.engine.passes.begin_backward(0)
             self.engine.passes.end_backward(0)
+        owed, self._owed_gradients = self._owed_gradients, []
+        if self.engine.places.sums_early:
+            for holder, gradient in owed:
+                holder.grad = gradient if holder.grad is None else holder.grad.add_(gradient)
 
     @override
     def post_training_step(self) -> None:
@@ -107,14 +118,16 @@ class StepHooks(StrategyBase):
             return 1
         return super().world_size
 
-    def _scale(self, weight: float) -> Callable[[Tensor], Tensor | float]:
-        """How the incoming gradient of a batch's loss scales its gradients.
+    def _scale(self, weight: float, *, is_weighted: bool = False) -> Callable[[Tensor], Tensor | float]:
+        """How the incoming gradient of a batch's loss scales its gradients (which may have the weight in them already).
 
         Lightning divides the loss by `accumulate_grad_batches`; the window divides by the weights that really came.
         """
         window = self._window
         assert window is not None
         factor = window.add(weight)
+        if is_weighted:
+            factor = 1.0
         if self._microbatch_weight != "equal":
             factor *= self._trainer().accumulate_grad_batches
 
@@ -228,6 +241,7 @@ class StepHooks(StrategyBase):
         self._blocks_sync = True
         try:
             yield
+            self._pay()
         finally:
             self._blocks_sync = False
 
@@ -235,7 +249,11 @@ class StepHooks(StrategyBase):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def synchronized_closure() -> Any:
             result = closure()
+            self._pay()
             self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
+            if self._sharded is not None:
+                self._sharded.shards.land()  # the optimizer changes rows next
+                self._sharded.shards.take_changes()
             return result
 
         with self._phase("optimizer_step"):
@@ -258,7 +276,7 @@ class StepHooks(StrategyBase):
         def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
             value(self._holders(parameters), clip_value, *args, **kwargs)
 
-        if self.mesh.pipe_size > 1 or self._sharded is not None:
+        if self.mesh.pipe_size > 1 or self._sharded is not None or self._tensor is not None:
             torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
         try:
             yield
@@ -273,14 +291,25 @@ class StepHooks(StrategyBase):
     def _clip(self, parameters: Sequence[Any], max_norm: float, norm_type: float = 2.0) -> Tensor:
         share, sharded = self.engine.share, self._sharded
         assert share is not None
-        counted = sharded.counted(share) if sharded is not None else {id(parameter) for parameter in share.counted}
+        places, tensor = self.engine.places, self._tensor
+        is_first = self.mesh.coordinates["data_shard"] == 0
+        counted = {
+            id(places.holder(parameter))
+            for parameter in share.counted
+            if (is_first or (sharded is not None and sharded.is_sharded(parameter)))
+            and (tensor is None or tensor.counts(parameter))
+        }
+        groups = [self.mesh.pipe_group]
+        groups += [self.mesh.tensor_group] if tensor is not None else []
+        groups += sharded.clipping_groups() if sharded is not None else []
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         return clip_by_norm(
             [parameter.grad for parameter in parameters],
             [parameter.grad for parameter in parameters if id(parameter) in counted],
             max_norm,
-            [self.mesh.pipe_group, *(sharded.clipping_groups() if sharded is not None else ())],
+            groups,
             norm_type,
+            self.root_device,
         )
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -61,7 +61,7 @@ def assert_parallel_equivalent(
         module: A LightningModule; it is copied, not changed.
         batch: One batch as its loader would give it, with all samples of one step of the one-process run.
         strategy: A `BigModelStrategy` that was not used yet.
-        world_size: Ranks to start. Default: the strategy's `pipeline_parallel_size`.
+        world_size: Ranks to start. Default: the strategy's `pipeline_parallel_size` times its `tensor_parallel_size`.
         num_steps: Optimizer steps to take (times `accumulate_grad_batches`, where given, batches).
         absolute_tolerance: Largest difference allowed near zero.
         relative_tolerance: Largest difference allowed relative to the one-process value.
@@ -90,6 +90,7 @@ def assert_parallel_equivalent(
         world_size = strategy._pipeline_parallel_size
         if not isinstance(world_size, int):
             raise ValueError('`pipeline_parallel_size="all"` does not tell how many ranks to start: give `world_size`.')
+        world_size *= strategy._tensor_parallel_size
     module = copy.deepcopy(module)
     for inner in module.modules():
         if isinstance(inner, nn.modules.dropout._DropoutNd):
@@ -165,9 +166,9 @@ def _on_rank(payload: bytes, num_batches: int, options: dict[str, Any]) -> tuple
 
     module, batch, strategy = pickle.loads(payload)
     world_size = dist.get_world_size()
-    size = strategy._pipeline_parallel_size
-    data_size = world_size // (world_size if isinstance(size, str) else size)
-    part = split_batch(batch, data_size)[dist.get_rank() % data_size] if data_size > 1 else batch
+    size, tensor_size = strategy._pipeline_parallel_size, strategy._tensor_parallel_size
+    data_size = world_size // (world_size if isinstance(size, str) else size * tensor_size)
+    part = split_batch(batch, data_size)[dist.get_rank() // tensor_size % data_size] if data_size > 1 else batch
     parameters, metrics = _train(module, part, strategy, world_size, num_batches, options)
     return {name: parameter.numpy() for name, parameter in parameters.items()}, metrics
 

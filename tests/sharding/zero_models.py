@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bigmodel.sharding.gather import ParameterShards
+from lightning_bigmodel.sharding.offload import HostCopies
 from lightning_bigmodel.sharding.passes import GatherPasses
 from lightning_bigmodel.sharding.reduce import BucketReducer, reduce_leftovers
 from lightning_bigmodel.sharding.units import find_blocks, make_units
@@ -107,6 +108,7 @@ class Sharded:
         frozen: str = "",
         model: nn.Module | None = None,
         compute_dtype: torch.dtype | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self.stage, self.model = stage, model if model is not None else Model()
         freeze(self.model, frozen)
@@ -120,13 +122,19 @@ class Sharded:
             blocks = find_blocks(self.model)
             units = make_units(blocks, parameters, list(blocks.values()))
             self.shards: Any = ParameterShards(
-                units, names, group=group, device=device, keep_gathered=keep_gathered, compute_dtype=compute_dtype
+                units,
+                names,
+                group=group,
+                device=device,
+                keep_gathered=keep_gathered,
+                compute_dtype=compute_dtype,
+                copies=copies,
             )
             self.passes = GatherPasses(self.shards, units, reduce_every_microbatch=self.every)
             self.reducer = self.passes.reducer
         else:
             named = dict(self.model.named_parameters())
-            self.shards = ZeroShards(named, stage=stage, group=group, compute_dtype=compute_dtype)
+            self.shards = ZeroShards(named, stage=stage, group=group, compute_dtype=compute_dtype, copies=copies)
             self.reducer = BucketReducer(self.shards, parameters, while_backward=self.every)
         self.shards.hand_to(self.optimizer)
 

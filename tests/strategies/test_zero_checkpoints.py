@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_bigmodel import BigModelStrategy
@@ -132,3 +133,91 @@ def test_no_rank_writes_what_it_does_not_hold(tmp_path: Path) -> None:
     assert len(sizes) == 4
     overhead = 1500 * len(index.tensors)  # torch's archive format
     assert max(sizes) < total / 2 + overhead
+
+
+class Pairs(LightningModule):
+    """Pairs of layers that a tensor plan cuts, with an optimizer of the test's choice."""
+
+    def __init__(self, optimizer: str = "AdamW") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer = optimizer
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 8)) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Classify by position."""
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return torch.nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """One of torch's."""
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.02)
+
+
+def _pairs(
+    directory: str, devices: int, batch_size: int, strategy: Any, optimizer: str, resume: bool
+) -> dict[str, Any]:
+    module = Pairs(optimizer)
+    keep = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
+    chosen = BigModelStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    options: dict[str, Any] = {} if resume else {"callbacks": [keep], "enable_checkpointing": True}
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+    )
+    run = trainer(chosen, devices, max_epochs=2, **options)
+    path = f"{directory}/epoch=0.ckpt" if resume else None
+    run.fit(module, torch.utils.data.DataLoader(data, batch_size=batch_size), ckpt_path=path)
+    if not resume:
+        run.save_checkpoint(f"{directory}/after.ckpt")
+    return weights(module)
+
+
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_plan": PLAN}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(
+    ("devices", "data_size", "strategy", "optimizer"),
+    [
+        (2, 1, TENSOR, "AdamW"),
+        (4, 2, {**TENSOR, "zero_stage": 3}, "AdamW"),
+        (4, 4, {"zero_stage": 2}, "Adafactor"),
+        (2, 2, {"zero_stage": 3}, "Adafactor"),
+    ],
+)
+def test_slices_and_statistics_find_their_place(
+    devices: int, data_size: int, strategy: dict[str, Any], optimizer: str, tmp_path: Path
+) -> None:
+    """A slice saved as the whole, row statistics of one rank taken for those of all."""
+    saved = run_ranks(_pairs, devices, str(tmp_path), devices, 8 // data_size, strategy, optimizer, False)[0]
+    others: list[tuple[int, int, dict[str, Any]]] = [(2, 4, {"zero_stage": 1}), (2, 8, {"pipeline_parallel_size": 2})]
+    if optimizer == "AdamW":
+        others += [(4, 4, {**TENSOR, "zero_stage": 1})]
+    for other_devices, batch_size, other in [*others, (devices, 8 // data_size, strategy)]:
+        for result in run_ranks(
+            _pairs, other_devices, str(tmp_path), other_devices, batch_size, other, optimizer, True
+        ):
+            assert_same_weights(result, saved)
+    for name in ("epoch=0", "after"):
+        assert main(["convert", str(tmp_path / f"{name}.ckpt"), str(tmp_path / f"{name}.out")]) == 0
+    state = torch.load(tmp_path / "after.out", weights_only=False)
+    module = Pairs(optimizer)
+    module.load_state_dict(state["state_dict"], strict=True)
+    assert_same_weights(weights(module), saved)
+    plain = module.configure_optimizers()
+    plain.load_state_dict(state["optimizer_states"][0])
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()  # states of the wrong shape would fail
+    (tmp_path / "epoch=0.ckpt").rename(tmp_path / "sharded.ckpt")
+    (tmp_path / "epoch=0.out").rename(tmp_path / "epoch=0.ckpt")
+    assert_same_weights(_pairs(str(tmp_path), 1, 8, "auto", optimizer, True), saved)
+    for result in run_ranks(_pairs, devices, str(tmp_path), devices, 8 // data_size, strategy, optimizer, True):
+        assert_same_weights(result, saved)

@@ -1,0 +1,110 @@
+"""Tensor parallelism under the strategy: when a plan is found, applied and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_bigmodel.checkpoint import Region, RegionLayout
+from lightning_bigmodel.mesh import RankMesh
+from lightning_bigmodel.pipeline.trace import call_order
+from lightning_bigmodel.pipeline.tree import map_tensors
+from lightning_bigmodel.sharding.optimizers import is_elementwise
+from lightning_bigmodel.sharding.plans import find_tensor_plan
+from lightning_bigmodel.sharding.tensor import SlicedParameter, TensorSlices, apply_tensor_plan
+
+__all__ = ["TensorRun", "check_tensor_settings", "find_plan"]
+
+
+def check_tensor_settings(size: Any, plan: Any) -> None:
+    """Refuse settings that are no size and no plan, or a plan without ranks to cut over.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"`tensor_parallel_size={size!r}` must be a whole number of at least 1.")
+    if plan != "auto" and not (
+        isinstance(plan, Mapping) and plan and all(isinstance(word, str) for pair in plan.items() for word in pair)
+    ):
+        raise ValueError(
+            f"`tensor_plan={plan!r}` must be 'auto' or a dict of module name patterns to styles, such as "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}."
+        )
+    if size == 1 and plan != "auto":
+        raise ValueError(
+            "`tensor_plan` cuts layers over ranks, but `tensor_parallel_size=1`. Set `tensor_parallel_size` to 2 or "
+            "more, or leave the plan out."
+        )
+
+
+def find_plan(
+    module: nn.Module, size: int, batch: Any, step: Callable[[Any], Any], device: torch.device
+) -> dict[str, str]:
+    """The plan found on one batch, while the model is whole.
+
+    Raises:
+        ValueError: Where none is found; the message shows how to write one.
+    """
+
+    def run_step() -> None:
+        call_order(module, lambda: step(map_tensors(lambda t: t.detach().to(device, copy=True), batch)), device)
+
+    return find_tensor_plan(module, run_step, size)
+
+
+class TensorRun:
+    """Slices of one rank.
+
+    Args:
+        module: The user's module, cut over the pipeline already.
+        plan: Pattern -> style.
+        mesh: This rank's place.
+    """
+
+    def __init__(self, module: nn.Module, plan: Mapping[str, str], mesh: RankMesh) -> None:
+        self.plan = dict(plan)
+        self.slices: TensorSlices = apply_tensor_plan(
+            module, plan, mesh.tensor_group, mesh.tensor_rank, mesh.layout.tensor
+        )
+        self._is_first = mesh.tensor_rank == 0
+        self._layouts = {record.name: _layout(record) for record in self.slices.records.values()}
+        self.is_restored = False
+
+    def layouts(self) -> dict[str, RegionLayout]:
+        """Parameter name -> how this rank's slice lies in the whole; also after `restore`, for optimizer states."""
+        return dict(self._layouts)
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this tensor rank answers for a parameter where each counts once."""
+        return self._is_first or self.slices.is_sliced(parameter)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that looks at whole parameters.
+
+        Raises:
+            ValueError: With the reason.
+        """
+        if not is_elementwise(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with statistics of whole parameters, but "
+                "`tensor_parallel_size` above 1 gives each rank a slice of them. Use an elementwise optimizer such as "
+                "AdamW, or `zero_stage` in place of tensor parallelism."
+            )
+
+    def restore(self) -> None:
+        """Whole parameters again. Collective over the tensor ranks."""
+        self.is_restored = True
+        self.slices.restore()
+
+    def give_up(self) -> None:
+        """After a failure: undo hooks and attributes, without the other ranks."""
+        self.slices.remove()
+
+
+def _layout(record: SlicedParameter) -> RegionLayout:
+    regions = [Region(r.full_offsets, r.local_offsets, r.sizes) for r in record.regions]
+    return RegionLayout(tuple(record.full_shape), tuple(record.local_shape), tuple(regions))
