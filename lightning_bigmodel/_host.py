@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,13 +176,22 @@ def host_attributes() -> frozenset[str]:
 
 
 def replace_norm_clipping(precision: Any, clip: Callable[[Any, float], None]) -> None:
-    """Let a precision plugin clip by a norm over all ranks; `clip(optimizer, clip_value)`."""
+    """Let a precision plugin clip by a norm over all ranks; `clip(optimizer, clip_value)`.
+
+    Lightning 2.6 also refuses to clip for fused optimizers in mixed precision where no scaler is in use
+    (Lightning#21435): without one, gradients are what they are.
+    """
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
     precision.__dict__["clip_grad_by_norm"] = clip
+    if isinstance(precision, MixedPrecision) and precision.scaler is None:
+        precision.__dict__["clip_gradients"] = MethodType(Precision.clip_gradients, precision)
 
 
 def restore_norm_clipping(precision: Any) -> None:
     """Undo `replace_norm_clipping`."""
     precision.__dict__.pop("clip_grad_by_norm", None)
+    precision.__dict__.pop("clip_gradients", None)
 
 
 def optimizers_to_device(optimizers: Sequence[Any], device: torch.device) -> None:

@@ -30,6 +30,11 @@ _ADDRESSES = ("10.213.7.1", "10.213.7.2")
 _LINK = "eth0"
 _PORT = 29400
 _TOLERANCE = 1e-5
+_LAYOUTS = {
+    "pipeline": ["--stages=2"],
+    "hybrid": ["--zero-stage=3"],
+    "sharded": ["--zero-stage=3", "--replicas=1"],
+}
 
 
 def _ip(*arguments: str) -> str:
@@ -89,10 +94,10 @@ def _sent_bytes(name: str) -> int:
     return int(link["stats64"]["tx"]["bytes"])
 
 
-def _launch(name: str, node_rank: int, ranks_per_host: int, output: Path) -> subprocess.Popen[bytes]:
+def _launch(name: str, node_rank: int, ranks_per_host: int, layout: list[str], output: Path) -> subprocess.Popen[bytes]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node_rank}"]
     torchrun += [f"--nproc-per-node={ranks_per_host}", f"--master-addr={_ADDRESSES[0]}", f"--master-port={_PORT}"]
-    train = [str(_TRAIN), "--num-nodes=2", f"--devices={ranks_per_host}", "--stages=2", f"--output={output}"]
+    train = [str(_TRAIN), "--num-nodes=2", f"--devices={ranks_per_host}", *layout, f"--output={output}"]
     # Without the name of the link gloo looks up the host's own name, which leads elsewhere than to the cable.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": _LINK, "OMP_NUM_THREADS": "1"}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # these hosts have no names, of which torch would warn
@@ -113,7 +118,7 @@ def _wait(hosts: list[subprocess.Popen[bytes]], timeout_seconds: float) -> None:
         raise RuntimeError(f"torchrun on host {failed[0]} ended with exit code {hosts[failed[0]].returncode}.")
 
 
-def run(ranks_per_host: int, output: Path, timeout_seconds: float) -> dict[str, float]:
+def run(ranks_per_host: int, layout: list[str], output: Path, timeout_seconds: float) -> dict[str, float]:
     """Trains on two hosts and in one process, and compares.
 
     Returns:
@@ -121,7 +126,7 @@ def run(ranks_per_host: int, output: Path, timeout_seconds: float) -> dict[str, 
     """
     start = time.perf_counter()
     with two_hosts() as names:
-        hosts = [_launch(name, rank, ranks_per_host, output / "two_hosts") for rank, name in enumerate(names)]
+        hosts = [_launch(name, rank, ranks_per_host, layout, output / "two_hosts") for rank, name in enumerate(names)]
         _wait(hosts, timeout_seconds)
         sent = [_sent_bytes(name) for name in names]
     middle = time.perf_counter()
@@ -150,6 +155,7 @@ def main(arguments: list[str]) -> int:
     """Prints the comparison. Returns 0 if the two runs agree, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--layout", choices=_LAYOUTS, default="pipeline", help="what the two hosts share")
     parser.add_argument("--timeout-seconds", type=float, default=300.0)
     options = parser.parse_args(arguments)
 
@@ -159,7 +165,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = run(options.ranks_per_host, Path(folder), options.timeout_seconds)
+            found = run(options.ranks_per_host, _LAYOUTS[options.layout], Path(folder), options.timeout_seconds)
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1

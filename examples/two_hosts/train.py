@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1, help="ranks a node")
     parser.add_argument("--stages", type=int, default=1, help="ranks the model is cut over; 1 is plain Lightning")
+    parser.add_argument("--zero-stage", type=int, default=0, help="states that data ranks shard (1, 2 or 3)")
+    parser.add_argument("--replicas", type=int, help="whole-model replicas; default: one a host, sharded inside it")
     parser.add_argument("--output", type=Path, required=True, help="folder for each rank's losses and the weights")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,7 +83,13 @@ def main() -> None:
         accelerator="cpu",
         num_nodes=options.num_nodes,
         devices=options.devices,
-        strategy="auto" if options.stages == 1 else BigModelStrategy(pipeline_parallel_size=options.stages),
+        strategy=BigModelStrategy(
+            pipeline_parallel_size=options.stages,
+            zero_stage=options.zero_stage,
+            data_replicate_size=options.replicas,
+        )
+        if options.stages > 1 or options.zero_stage
+        else "auto",
         max_epochs=1,
         callbacks=[losses],
         logger=False,

@@ -34,6 +34,23 @@ def test_a_pipeline_over_two_hosts_gives_the_numbers_of_one_process():
     assert _namespaces() == before
 
 
+def test_shards_stay_within_a_host():
+    """Parameters gathered over the slow cable, where replicas of shard groups send the gradients of their rows only."""
+    assert shutil.which("ip") is not None, "this test needs `ip netns`: install iproute2, and run as root"
+    done = subprocess.run(
+        [sys.executable, str(_EXAMPLE / "run.py"), "--ranks-per-host=2", "--layout=hybrid"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = {name: float(value) for name, value in (line.split(": ") for line in done.stdout.splitlines())}
+    assert max(found["loss_error"], found["weight_error"]) < 1e-5
+    parameter_bytes = 4 * (6 * (2 * 128 + 128 * 512 + 512 + 512 * 128 + 128) + 128 * 10 + 10)
+    # In each of 10 steps the gradients once; gathering over the cable would send three times as much.
+    assert 10 * parameter_bytes < found["bytes_sent_by_host_1"] < 11 * parameter_bytes
+
+
 def test_namespaces_and_ranks_are_gone_after_an_interruption(tmp_path):
     """What is left behind holds the addresses and the cores until someone finds it."""
     assert shutil.which("ip") is not None, "this test needs `ip netns`: install iproute2, and run as root"
