@@ -5,6 +5,7 @@ one ordinary Lightning file of it.
 """
 
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
+from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries
 from lightning_bigmodel.checkpoint.index import CheckpointIndex, TensorEntry
 from lightning_bigmodel.checkpoint.optimizer_rows import marked_state
 from lightning_bigmodel.checkpoint.regions import Region, RegionLayout, TensorRegions
@@ -43,6 +44,8 @@ __all__ = [
     "marked_state",
     "model_state_by_name",
     "optimizer_state_by_name",
+    "portable_entries",
+    "quantized_entries",
     "read_index",
     "read_rank_state",
     "save_sharded",

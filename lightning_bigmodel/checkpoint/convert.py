@@ -15,6 +15,7 @@ import torch
 from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
 from lightning_bigmodel.checkpoint._versions import set_module_versions
+from lightning_bigmodel.checkpoint.eight_bit import quantized_entries
 from lightning_bigmodel.checkpoint.index import (
     METADATA_FILE,
     CheckpointIndex,
@@ -238,7 +239,9 @@ def _torch_optimizer_state(
         position += len(positions)
         for at, name in zip(positions, group["params"], strict=True):
             if name in keys:
-                state[at] = unmarked_state({key: values[stored] for key, stored in keys[name].items()}, None, name)
+                state[at] = quantized_entries(
+                    unmarked_state({key: values[stored] for key, stored in keys[name].items()}, None, name)
+                )
         # `params` last, as torch has it.
         param_groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": positions})
     return {"state": state, "param_groups": param_groups}

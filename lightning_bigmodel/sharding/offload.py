@@ -34,7 +34,8 @@ class OffloadPolicy:
     on the disk and 8 P / N plus about four chunks on the host. The device keeps whole parameters (4 P; stage 3: those
     of the blocks at work) and, in stage 1, whole gradients. Copies a step: rows to the device once (stage 3: with each
     gather), gradients to the host with each reduction; with `"disk"` the state is read and written once. Pinned host
-    memory (on CUDA) comes in powers of two, so that up to twice the rows' bytes are taken.
+    memory (on CUDA) comes in powers of two, so that up to twice the rows' bytes are taken. Where the device is the CPU,
+    `"cpu"` saves nothing, and in stages 1 and 2 keeps the rows a second time.
 
     Args:
         kind: `"cpu"` or `"disk"`.

@@ -23,6 +23,8 @@ from lightning_bigmodel.checkpoint import (
     marked_state,
     model_state_by_name,
     optimizer_state_by_name,
+    portable_entries,
+    quantized_entries,
     save_sharded,
 )
 from lightning_bigmodel.mesh import AXES
@@ -131,9 +133,11 @@ class CheckpointMixin:
         state: Any = optimizer_state_by_name(optimizer, names, owned)
         regions, rows = self._regions(), self._rows()
         stepped = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        for name, entries in state["state"].items():
+        for name, raw in state["state"].items():
+            entries = state["state"][name] = portable_entries(raw)
             if name in rows:
-                kinds: Mapping[str, str] = state_layout(optimizer, stepped[name], rows[name])
+                kinds: dict[str, Any] = dict(state_layout(optimizer, stepped[name], rows[name]))
+                kinds.update(dict.fromkeys(entries.keys() - kinds.keys(), "rows"))
             else:  # under tensor parallelism only elementwise optimizers are let in
                 local_shape = regions[name].local_shape if name in regions else None
                 kinds = {k: "rows" for k, v in entries.items() if tuple(getattr(v, "shape", ())) == local_shape}
@@ -309,7 +313,10 @@ class CheckpointMixin:
         owned = {names[key] for key in owned_ids}
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if checkpoint.get(_IS_SHARDED):
-                load_optimizer_state(optimizer, saved, names, owned)
+                loaded = {name: quantized_entries(entries) for name, entries in saved["state"].items()}
+                load_optimizer_state(
+                    optimizer, {"state": loaded, "param_groups": saved["param_groups"]}, names, owned
+                )
                 continue
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             keys = [key for group in saved["param_groups"] for key in group["params"]]
@@ -318,10 +325,10 @@ class CheckpointMixin:
                 name = names[id(parameter)]
                 if name not in owned or key not in saved["state"]:
                     continue
-                state[key] = {
-                    entry: self._part_of_state(optimizer, name, entry, value, regions)
-                    for entry, value in saved["state"][key].items()
-                }
+                entries = portable_entries(saved["state"][key])
+                state[key] = quantized_entries(
+                    {k: self._part_of_state(optimizer, name, k, value, regions) for k, value in entries.items()}
+                )
             optimizer.load_state_dict({**saved, "state": state})
 
 

@@ -14,7 +14,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_bigmodel import BigModelStrategy, OffloadPolicy
 from lightning_bigmodel.checkpoint import read_index
+from lightning_bigmodel.strategies import sharded
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
+from tests.sharding.offload_boundary import Boundary, groups_refuse_the_host
+from tests.strategies.test_manual import Gan, data
+from tests.strategies.test_manual import fit as fit_gan
 from tests.strategies.test_trainer import assert_same_numbers, assert_same_weights, fit
 from tests.strategies.trainer_modules import Classifier, loader, trainer, weights
 
@@ -61,6 +65,64 @@ def test_fit_equals_one_process(name: str, tmp_path: Path) -> None:
             )
             assert result["global_step"] == expected["global_step"]
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+class Halves(Callback):
+    """Looks at gradients and changes them."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5 + 0.5 * bool(parameter.grad.norm() < 0))
+
+
+class Looks(Gan):
+    """Computes between a backward and the optimizer step: parameters are gathered while rows are about to change."""
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            assert self.critic(self.generator(torch.ones(2, 3))).isfinite().all()
+        super().clip_gradients(*args, **kwargs)
+
+
+def _gan(strategy: Any, devices: int) -> dict[str, Any]:
+    module = Looks(accumulate=True)
+    trainer(strategy, devices, max_epochs=2).fit(module, data(4 // devices))
+    return weights(module)
+
+
+def _at_boundary(stage: int, manual: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    copies = Boundary()
+    sharded.HostCopies = lambda device: copies  # type: ignore[assignment, misc]  # this process is the test's own
+    strategy = BigModelStrategy(zero_stage=stage, offload="cpu")
+    with groups_refuse_the_host(copies):
+        if manual:
+            found = _gan(strategy, 2)
+        else:
+            found = fit(strategy, 2, 4, callbacks=[Halves()], gradient_clip_val=0.05)["weights"]
+    return found, copies.num_bytes
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_host_and_device_keep_apart(stage: int, manual: bool) -> None:
+    """A hook, a clip or a step by hand that takes the host's memory for the device's, or writes what is being sent."""
+    options: dict[str, Any] = {"callbacks": [Halves()], "gradient_clip_val": 0.05}
+    expected = _gan("auto", 1) if manual else fit("auto", 1, 8, **options)["weights"]
+    for found, num_bytes in run_ranks(_at_boundary, 2, stage, manual):
+        assert_same_weights(found, expected)
+        assert min(num_bytes.values()) > 0
+
+
+def _gan_on_disk(path: str) -> dict[str, Any]:
+    return fit_gan(_strategy({"zero_stage": 2, "offload": "disk"}, path), 2, 2, False)["weights"]
+
+
+def test_two_optimizers_on_one_disk(tmp_path: Path) -> None:
+    """States of one in the files of the other."""
+    expected = fit_gan("auto", 1, 4, False)["weights"]
+    for found in run_ranks(_gan_on_disk, 2, str(tmp_path)):
+        assert_same_weights(found, expected)
 
 
 class Clamps(Callback):
