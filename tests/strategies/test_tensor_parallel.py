@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bigmodel import BigModelStrategy
-from lightning_bigmodel.testing import assert_parallel_equivalent
+from lightning_bigmodel.testing import assert_parallel_equivalent, run_ranks
 from tests.strategies.test_architectures import hf
+from tests.strategies.trainer_modules import trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {}),
@@ -45,3 +50,95 @@ def test_every_axis_with_tensor_ranks(layout: str) -> None:
 def test_architectures_with_tensor_ranks(name: str, layout: str) -> None:
     """Fused and biased layers, position biases, encoders cut by features and by layers."""
     check(name, *LAYOUTS[layout])
+
+
+class Dropped(LightningModule):
+    """Dropout on what tensor ranks share, and on their own shares of features; keeps what the masks were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(torch.initial_seed() % 1000)  # ranks whose streams are not in step
+        self.norm, self.shared = nn.LayerNorm(8), nn.Dropout(0.5)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 8))
+        self.masks: list[Any] = []
+        self.inner_masks: list[Any] = []
+        self.shared.register_forward_hook(lambda _, args, out: self.masks.append((out == 0).numpy().copy()))
+        self.mlp[2].register_forward_hook(
+            lambda _, args, out: self.inner_masks.append(((out == 0) & (args[0] != 0)).numpy().copy())
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """A sum of squares."""
+        return (self.mlp(self.shared(self.norm(batch[0]))) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _dropped(num_microbatches: int) -> dict[str, Any]:
+    module = Dropped()
+    strategy = BigModelStrategy(
+        tensor_parallel_size=2,
+        tensor_plan={"mlp.0": "colwise", "mlp.3": "rowwise"},
+        num_microbatches=num_microbatches,
+    )
+    data = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)) + 2.0
+    run = trainer(strategy, 4, max_steps=50, max_epochs=None)
+    run.fit(module, DataLoader(TensorDataset(data), batch_size=4))
+    return {
+        "masks": module.masks,
+        "inner": module.inner_masks,
+        "norm": [p.detach().numpy().copy() for p in module.norm.parameters()],
+    }
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_masks_are_equal_where_activations_are_shared(num_microbatches: int) -> None:
+    """Ranks of one layer that drop different activations; replicas, or shares of features, that drop the same ones."""
+    first, second, third, _ = run_ranks(_dropped, 4, num_microbatches)
+    assert len(first["masks"]) == 50 * num_microbatches
+    for one, other, replica in zip(first["masks"], second["masks"], third["masks"], strict=True):
+        assert (one == other).all()
+        assert (one != replica).any()
+    assert any((one != other).any() for one, other in zip(first["inner"], second["inner"], strict=True))
+    for one, other in zip(first["norm"], second["norm"], strict=True):
+        assert (one == other).all()  # to the last bit, after 50 steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 0}, "at least 1"),
+        ({"tensor_parallel_size": 2, "tensor_plan": {}}, "dict of module name patterns"),
+        ({"tensor_plan": {"mlp.0": "colwise"}}, "tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": "all"}, "leaves no ranks"),
+    ],
+)
+def test_settings_that_cannot_take_effect_are_refused(settings: dict[str, Any], said: str) -> None:
+    """A plan that cuts nothing, or a size that is none."""
+    with pytest.raises(ValueError, match=said):
+        BigModelStrategy(**settings)
+
+
+def _refused(settings: dict[str, Any]) -> str:
+    data = DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=4)
+    try:
+        trainer(BigModelStrategy(**settings), 2).fit(Dropped(), data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 2, "tensor_plan": {"nothing": "colwise"}}, "matches no"),
+        ({"tensor_parallel_size": 2, "tensor_plan": {"mlp.0": "diagonal"}}, "diagonal"),
+        ({"tensor_parallel_size": 3}, "cannot be divided"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_on_every_rank(settings: dict[str, Any], said: str) -> None:
+    """An error on one rank while the other waits."""
+    answers = run_ranks(_refused, 2, settings)
+    assert all(said in answer for answer in answers), answers

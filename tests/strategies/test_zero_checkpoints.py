@@ -33,7 +33,6 @@ def _resume(devices: int, batch_size: int, strategy: dict[str, Any], path: str) 
 
 ELSEWHERE: list[tuple[int, int, dict[str, Any]]] = [
     (2, 4, {"zero_stage": 1}),
-    (2, 4, {"zero_stage": 3}),
     (4, 2, {"zero_stage": 3, "data_replicate_size": 2}),
     (2, 8, {"pipeline_parallel_size": 2}),
     (4, 4, {"pipeline_parallel_size": 2, "zero_stage": 3}),

@@ -87,9 +87,16 @@ def _habits(devices: int, batch_size: int, layout: dict[str, Any], clip: str, no
     return habits(BigModelStrategy(**layout), devices, batch_size, clip, norm_type)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
-    ("clip", "norm_type"), [("trainer", 2.0), ("hook", 2.0), ("hook", 1.0), ("hook", float("inf")), ("hook_value", 2.0)]
+    ("name", "clip", "norm_type"),
+    [
+        *((name, "hook", 2.0) for name in LAYOUTS),
+        ("hybrid3", "trainer", 2.0),
+        ("zero2", "trainer", 2.0),
+        ("zero3", "hook", 1.0),
+        ("zero1", "hook", float("inf")),
+        ("zero3", "hook_value", 2.0),
+    ],
 )
 def test_hooks_see_whole_gradients(name: str, clip: str, norm_type: float) -> None:
     """A norm over this rank's rows, a clip that looks at no gradient at all, a scalar counted once a rank."""
