@@ -28,6 +28,7 @@ __all__ = [
     "FakeTensorMode",
     "all_gather_flat",
     "callbacks",
+    "compute_dtype",
     "default_store",
     "first_loader",
     "follow_toggles",
@@ -192,6 +193,14 @@ def restore_norm_clipping(precision: Any) -> None:
     """Undo `replace_norm_clipping`."""
     precision.__dict__.pop("clip_grad_by_norm", None)
     precision.__dict__.pop("clip_gradients", None)
+
+
+def compute_dtype(precision: Any) -> torch.dtype | None:
+    """The type that mixed precision casts operands to where no loss scale is needed; None without mixed precision."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    is_scale_free = isinstance(precision, MixedPrecision) and precision.scaler is None
+    return torch.bfloat16 if is_scale_free and precision.precision == "bf16-mixed" else None
 
 
 def optimizers_to_device(optimizers: Sequence[Any], device: torch.device) -> None:

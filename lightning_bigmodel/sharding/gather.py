@@ -24,7 +24,7 @@ from lightning_bigmodel import _host
 from lightning_bigmodel.sharding.flat import FlatRows, Pending
 from lightning_bigmodel.sharding.guard import mark_absent, mark_present
 from lightning_bigmodel.sharding.offload import HostCopies
-from lightning_bigmodel.sharding.zero import ZeroShards
+from lightning_bigmodel.sharding.zero import ComputeDtype, ZeroShards
 
 if TYPE_CHECKING:
     from lightning_bigmodel.sharding.passes import GatherPasses
@@ -59,7 +59,8 @@ class ParameterShards(ZeroShards):
         names: id(parameter) -> its name.
         group: The ranks the rows are spread over; at least two.
         device: Where the module computes, and rows are kept unless there are `copies`.
-        compute_dtype: Type of gathered parameters; None leaves the type they have. Rows keep that one.
+        compute_dtype: Type of gathered parameters, or a rule that tells it for each; None leaves the type they have.
+            Rows, and sums of gradients, keep that one.
         keep_gathered: Keep parameters from their first use until the optimizer step: one gather a step instead of two
             a micro-batch, for the memory of the whole parameters.
         prepare: Called with a unit's parameters before their rows are taken; makes parameters on the meta device real.
@@ -76,7 +77,7 @@ class ParameterShards(ZeroShards):
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: ComputeDtype = None,
         keep_gathered: bool = False,
         prepare: Callable[[Sequence[nn.Parameter]], None] | None = None,
         copies: HostCopies | None = None,
@@ -91,14 +92,14 @@ class ParameterShards(ZeroShards):
         super().__init__(parameters, stage=3, group=group, compute_dtype=compute_dtype, copies=copies)
         self._install_hooks()
 
-    def _place(self, compute_dtype: torch.dtype | None) -> None:
+    def _place(self) -> None:
         for unit in self.units:
             if self._prepare is not None:
                 self._prepare(unit.parameters)
-            by_type: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+            by_type: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
             for parameter in unit.parameters:
-                by_type.setdefault((parameter.dtype, parameter.is_floating_point()), []).append(parameter)
-            for (dtype, is_floating), parameters in by_type.items():
+                by_type.setdefault((parameter.dtype, self.used_dtype(parameter)), []).append(parameter)
+            for (dtype, used), parameters in by_type.items():
                 rows = self.rows_of(parameters)
                 flat = (
                     torch.zeros(rows.numel, dtype=dtype, device=self.device)
@@ -107,7 +108,6 @@ class ParameterShards(ZeroShards):
                 )
                 for parameter, view in zip(parameters, rows.own(flat), strict=True):
                     view.copy_(self.records[id(parameter)].rows(parameter.data))
-                    used = compute_dtype if compute_dtype is not None and is_floating else dtype
                     parameter.data = torch.empty(parameter.shape, dtype=used, device=self.device)
                     self.wholes[id(parameter)] = parameter.data
                     self.shards[id(parameter)] = nn.Parameter(view, requires_grad=parameter.requires_grad)

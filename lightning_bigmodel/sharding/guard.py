@@ -163,7 +163,7 @@ class RowGradient(Tensor):
         shape: torch.Size,
         gather: Callable[[Tensor], Tensor],
         own: Callable[[Tensor], Tensor],
-        device: torch.device | None = None,
+        like: Tensor | None = None,
     ) -> RowGradient:
         """Show `rows` as a whole tensor.
 
@@ -172,9 +172,10 @@ class RowGradient(Tensor):
             shape: Shape of the whole.
             gather: Rows -> whole, a new tensor; collective.
             own: Whole -> view of this rank's rows.
-            device: Where the whole is; default: where the rows are.
+            like: Has the type and device of the whole; default: `rows`.
         """
-        shown = torch.empty((), dtype=rows.dtype, device=device or rows.device).expand(shape).as_subclass(RowGradient)
+        like = rows if like is None else like
+        shown = torch.empty((), dtype=like.dtype, device=like.device).expand(shape).as_subclass(RowGradient)
         shown._rows, shown._gather, shown._own = rows, gather, own
         return shown
 
@@ -186,13 +187,14 @@ class RowGradient(Tensor):
         if func in _VALUE_FREE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        wholes: dict[int, tuple[RowGradient, Tensor]] = {}
+        wholes: dict[int, tuple[RowGradient, Tensor, int]] = {}
 
         def whole(value: Any) -> Any:
             if isinstance(value, RowGradient):
                 if id(value) not in wholes:
-                    with torch.no_grad():
-                        wholes[id(value)] = (value, value.__dict__["_gather"](value.__dict__["_rows"]))
+                    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                        made = value.__dict__["_gather"](value.__dict__["_rows"]).to(value.dtype)
+                    wholes[id(value)] = (value, made, made._version)
                 return wholes[id(value)][1]
             if isinstance(value, (list, tuple)):
                 return type(value)(whole(item) for item in value)
@@ -202,8 +204,9 @@ class RowGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*given, **options)
         with torch.no_grad():
-            for gradient, values in wholes.values():
-                gradient.__dict__["_rows"].copy_(gradient.__dict__["_own"](values))
+            for gradient, values, version in wholes.values():
+                if values._version != version:
+                    gradient.__dict__["_rows"].copy_(gradient.__dict__["_own"](values))
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -14,7 +14,7 @@ for computing (2 bytes for parameters and their gradients, 12 for the fp32 rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from lightning_bigmodel.sharding.offload import Arriving, HostCopies
 from lightning_bigmodel.sharding.rows import RowShard
 
 __all__ = ["ZeroShards"]
+
+ComputeDtype = torch.dtype | Callable[[nn.Parameter], "torch.dtype | None"] | None
 
 _BUCKET_BYTES = 64 * 1024 * 1024
 _MAX_PENDING = 2
@@ -39,7 +41,8 @@ class ZeroShards:
             by the caller: they have no rows.
         stage: 1 or 2.
         group: The ranks the rows are spread over.
-        compute_dtype: Type of the whole parameters; None leaves the type they have. Row shards keep that one.
+        compute_dtype: Type of the whole parameters, or a rule that tells it for each; None leaves the type they have.
+            Row shards, and sums of gradients, keep that one.
         bucket_bytes: Largest message.
         copies: Keeps row shards and their gradients on the host; None: where the parameters are.
 
@@ -53,7 +56,7 @@ class ZeroShards:
         *,
         stage: int,
         group: dist.ProcessGroup | None,
-        compute_dtype: torch.dtype | None = None,
+        compute_dtype: ComputeDtype = None,
         bucket_bytes: int = _BUCKET_BYTES,
         copies: HostCopies | None = None,
     ) -> None:
@@ -70,16 +73,23 @@ class ZeroShards:
         self.wholes: dict[int, Tensor] = {}
         self._arriving: list[tuple[Sequence[nn.Parameter], FlatRows, Arriving]] = []
         self._marks: dict[int, tuple[int, int]] = {}
-        self._place(compute_dtype)
-        if copies is not None:
-            self._mark(self.parameters)
+        self._compute_dtype = compute_dtype
+        self._place()
+        self._mark(self.parameters)
         self.present: set[int] = set()  # ids of parameters that had a gradient here since `start_window`
 
-    def _place(self, compute_dtype: torch.dtype | None) -> None:
+    def used_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Type of the whole parameter."""
+        chosen = self._compute_dtype
+        if chosen is not None and not isinstance(chosen, torch.dtype):
+            chosen = chosen(parameter)
+        return parameter.dtype if chosen is None or not parameter.is_floating_point() else chosen
+
+    def _place(self) -> None:
         for parameter in self.parameters:
             whole = parameter.data.contiguous()
             rows = self.records[id(parameter)].rows(whole)
-            used = compute_dtype if compute_dtype is not None and whole.is_floating_point() else whole.dtype
+            used = self.used_dtype(parameter)
             if self.copies is not None:
                 rows = self.copies.zeros(rows.shape, rows.dtype).copy_(rows)
             elif used != whole.dtype:
@@ -193,8 +203,7 @@ class ZeroShards:
                 self._finish(*waiting.pop(0))
         for item in waiting:
             self._finish(*item)
-        if self.copies is not None:
-            self._mark(chosen)
+        self._mark(chosen)
 
     def _packed(self, rows: FlatRows, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """A local message, on the device."""
@@ -228,15 +237,16 @@ class ZeroShards:
 
     def _mark(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.stage != 3:  # where nobody can write into parameters between steps
-            self._marks.update(self._seen(parameters))
+            apart = [p for p in parameters if self.copies is not None or p.dtype != self.shards[id(p)].dtype]
+            self._marks.update(self._seen(apart))
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Rows on the host take over what user code has written into whole parameters. No communication."""
+        """Rows with memory of their own take over what user code wrote into whole parameters. No communication."""
         if not self._marks:
             return
         self.land()
-        now = self._seen(self.parameters)
+        now = self._seen([p for p in self.parameters if id(p) in self._marks])
         for key in (key for key, mark in now.items() if mark != self._marks[key]):
             self.shards[key].copy_(self.records[key].rows(self.wholes[key]))
         self._marks = now

@@ -68,7 +68,7 @@ from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile
 from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.sharded import ShardedRun
-from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, named_blocks
+from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, mixed_precision_rule, named_blocks
 from lightning_bigmodel.strategies.steps import StepHooks
 from lightning_bigmodel.strategies.tensor import TensorRun, check_tensor_settings, find_plan
 
@@ -137,7 +137,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
         checkpoint_io: Set by the Trainer; used for checkpoints in one file.
-        precision_plugin: Set by the Trainer.
+        precision_plugin: Set by the Trainer. With `"bf16-mixed"` and ZeRO, weights and biases of linear and convolution
+            layers are kept and sent in bf16 (2 bytes, their gradients 2, their fp32 rows and moments 12 / N), as
+            autocast would cast them anyway; gradients are summed over ranks in fp32.
 
     Raises:
         ValueError: For settings that do not go together; here where that can be known, else at the start of a run, on
@@ -388,6 +390,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 shows_gradients=_host.looks_at_gradients(trainer),
                 blocks=None if self._blocks == "auto" else named_blocks(engine.root, self._blocks),
                 offload=settings.policy,
+                compute_dtype=mixed_precision_rule(engine.root, _host.compute_dtype(self.precision_plugin)),
                 prepare=self._materializer.fill if self._materializer is not None else None,
             )
             engine.places = self._sharded

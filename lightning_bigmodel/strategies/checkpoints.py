@@ -314,9 +314,7 @@ class CheckpointMixin:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if checkpoint.get(_IS_SHARDED):
                 loaded = {name: quantized_entries(entries) for name, entries in saved["state"].items()}
-                load_optimizer_state(
-                    optimizer, {"state": loaded, "param_groups": saved["param_groups"]}, names, owned
-                )
+                load_optimizer_state(optimizer, {"state": loaded, "param_groups": saved["param_groups"]}, names, owned)
                 continue
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             keys = [key for group in saved["param_groups"] for key in group["params"]]

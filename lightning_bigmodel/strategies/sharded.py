@@ -27,7 +27,7 @@ from lightning_bigmodel.sharding.passes import GatherPasses
 from lightning_bigmodel.sharding.reduce import BucketReducer, reduce_leftovers
 from lightning_bigmodel.sharding.rows import RowShard
 from lightning_bigmodel.sharding.units import make_units
-from lightning_bigmodel.sharding.zero import ZeroShards
+from lightning_bigmodel.sharding.zero import ComputeDtype, ZeroShards
 from lightning_bigmodel.strategies.stage_passes import ReducePasses, StageGatherPasses, distinct_units, stage_parts
 
 __all__ = ["ShardedRun"]
@@ -45,6 +45,7 @@ class ShardedRun(GradientPlaces):
         keep_gathered: See `ParameterShards`.
         reduce_every_microbatch: Whether gradients become rows after each micro-batch, or once a step.
         shows_gradients: Whether user code may look at `parameter.grad` after a window.
+        compute_dtype: See `ZeroShards`.
         prepare: Makes parameters on the meta device real; see `ParameterShards`.
         blocks: Modules gathered as a whole in stage 3, by name; default: found by structure.
         offload: What is kept outside of the device.
@@ -63,6 +64,7 @@ class ShardedRun(GradientPlaces):
         keep_gathered: bool,
         reduce_every_microbatch: bool,
         shows_gradients: bool,
+        compute_dtype: ComputeDtype = None,
         prepare: Callable[[Sequence[nn.Parameter]], None] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
         offload: OffloadPolicy | None = None,
@@ -94,6 +96,7 @@ class ShardedRun(GradientPlaces):
                 keep_gathered=keep_gathered,
                 copies=copies,
                 prepare=prepare,
+                compute_dtype=compute_dtype,
             )
             self.shards: ZeroShards = self._gathering
             for stage, own in zip(engine.stages, units_by_stage, strict=True):
@@ -103,7 +106,9 @@ class ShardedRun(GradientPlaces):
         else:
             if prepare is not None:
                 prepare(list(held.values()))
-            self.shards = ZeroShards(held, stage=zero_stage, group=self._group, copies=copies)
+            self.shards = ZeroShards(
+                held, stage=zero_stage, group=self._group, copies=copies, compute_dtype=compute_dtype
+            )
             seen: set[int] = set()
             for stage, (_, parameters) in zip(engine.stages, parts, strict=True):
                 new = [p for p in parameters if id(p) not in seen]
@@ -248,10 +253,9 @@ class ShardedRun(GradientPlaces):
             gradient = self.shards.shards[id(parameter)].grad
             if gradient is not None:
                 record = self.shards.records[id(parameter)]
-                # Of the parameter's own type, as gradients are.
-                rows = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
                 gather = functools.partial(self.shards.whole_of, parameter)
-                parameter.grad = RowGradient.wrap(rows, parameter.shape, gather, record.rows, parameter.device)
+                # Of the parameter's own type, as gradients are.
+                parameter.grad = RowGradient.wrap(gradient, parameter.shape, gather, record.rows, parameter)
                 self._shown.append(parameter)
 
     @override

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_bigmodel.pipeline.schedules import SCHEDULES
@@ -79,6 +80,25 @@ class ShardingSettings:
         data_size = world_size // (pipeline_size * tensor_size)
         fits = [n for n in range(1, data_size + 1) if data_size % n == 0 and ranks_a_machine % (n * tensor_size) == 0]
         return data_size // max(fits, default=data_size) if data_size else None
+
+
+def mixed_precision_rule(
+    root: nn.Module, dtype: torch.dtype | None
+) -> Callable[[nn.Parameter], torch.dtype | None] | None:
+    """Which whole parameters are kept in the type of mixed precision: those that autocast casts to it at each use.
+
+    Weights and biases of linear and convolution layers compute to the same bits either way, in half the memory. The
+    others (embeddings, norms, recurrent layers, raw parameters, what is shared with those) stay as they are.
+    """
+    if dtype is None:
+        return None
+    cast = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    allowed: dict[int, bool] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                allowed[id(parameter)] = allowed.get(id(parameter), True) and type(module) in cast
+    return lambda parameter: dtype if allowed.get(id(parameter)) and parameter.dtype == torch.float32 else None
 
 
 def named_blocks(root: nn.Module, blocks: str | Sequence[str]) -> dict[str, nn.Module]:
