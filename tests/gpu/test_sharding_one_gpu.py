@@ -1,4 +1,4 @@
-"""What one GPU can show of sharding, on one NCCL rank: storage that comes and goes, host copies, clipping across them."""
+"""What one GPU can show of sharding, on one NCCL rank: storage that comes and goes, copies to and from the host."""
 
 from __future__ import annotations
 
