@@ -191,3 +191,80 @@ def test_branches_of_some_ranks(settings: dict[str, Any]) -> None:
         for name, value in expected["weights"].items():
             np.testing.assert_allclose(result["weights"][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
         assert [bool(count) for count in result["moments"]] == [bool(count) for count in expected["moments"]]
+
+
+class Skips(LightningModule):
+    """Leaves marked samples out, and has no loss where none is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        """The mean over what is kept."""
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        kept = batch[2] > 0
+        losses = nn.functional.cross_entropy(self.head(hidden), batch[1], reduction="none")
+        return losses[kept].mean() if kept.any() else None
+
+    def configure_optimizers(self) -> Any:
+        """With momentum: a step too many would show."""
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def skips(strategy: Any, devices: int, batch_size: int, accumulate: int) -> dict[str, Any]:
+    """Train on 12 batches of 2, of which ranks or all of them have none at times."""
+    module = Skips()
+    generator = torch.Generator().manual_seed(4)
+    marks = torch.tensor([1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1])
+    data = TensorDataset(
+        torch.randn(24, 16, generator=generator), torch.randint(0, 3, (24,), generator=generator), marks
+    )
+    run = trainer(strategy, devices, accumulate_grad_batches=accumulate)
+    run.fit(module, DataLoader(data, batch_size=batch_size))
+    return weights(module)
+
+
+def _skips(devices: int, batch_size: int, settings: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    return skips(BigModelStrategy(**settings), devices, batch_size, accumulate)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (2, {}),
+        (2, {"zero_stage": 1}),
+        (2, {"zero_stage": 2}),
+        (2, {"zero_stage": 3}),
+        (4, {"zero_stage": 3, "pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "GPipe"}),
+    ],
+)
+def test_ranks_without_a_loss(devices: int, settings: dict[str, Any], accumulate: int) -> None:
+    """A rank that skips its backward while others reduce theirs, or whose rows lose what the others had."""
+    expected = _one_process(accumulate)
+    for result in run_ranks(_skips, devices, devices, 1, settings, accumulate):
+        for name, value in expected.items():
+            np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def _one_process(accumulate: int) -> dict[str, Any]:
+    """By hand: the mean over the kept samples of each window weighs each rank's batch by its one sample."""
+    module = Skips()
+    generator = torch.Generator().manual_seed(4)
+    features, labels = torch.randn(24, 16, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+    marks = torch.tensor([1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1])
+    optimizer = module.configure_optimizers()
+    size = 2 * accumulate
+    for start in range(0, 24, size):
+        part = slice(start, start + size)
+        optimizer.zero_grad()
+        if marks[part].any():
+            module.training_step([features[part], labels[part], marks[part]], 0).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    return weights(module)
