@@ -31,6 +31,7 @@ __all__ = [
     "compute_dtype",
     "default_store",
     "first_loader",
+    "follow_finetuning",
     "follow_toggles",
     "give_back_sampling",
     "host_attributes",
@@ -58,6 +59,7 @@ __all__ = [
     "traced",
     "train_loader",
     "transfer_batch",
+    "unfollow_finetuning",
     "unfollow_toggles",
 ]
 
@@ -176,8 +178,11 @@ def host_attributes() -> frozenset[str]:
     return frozenset(pl.LightningModule().__dict__) | {"log", "_forward_module"}
 
 
-def replace_norm_clipping(precision: Any, clip: Callable[[Any, float], None]) -> None:
-    """Let a precision plugin clip by a norm over all ranks; `clip(optimizer, clip_value)`.
+def replace_norm_clipping(precision: Any, clip: Callable[[Any, float], None], before_step: Callable[[], None]) -> None:
+    """Let a precision plugin clip by a norm over all ranks, and call `before_step` when all hooks have run.
+
+    `clip(optimizer, clip_value)` is called in place of its own. The hooks before a step are called by a private method
+    of Lightning 2.6 (`Precision._after_closure`).
 
     Lightning 2.6 also refuses to clip for fused optimizers in mixed precision where no scaler is in use
     (Lightning#21435): without one, gradients are what they are.
@@ -185,6 +190,13 @@ def replace_norm_clipping(precision: Any, clip: Callable[[Any, float], None]) ->
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
     precision.__dict__["clip_grad_by_norm"] = clip
+    after_hooks = precision._after_closure
+
+    def after_closure(model: Any, optimizer: Any) -> None:
+        after_hooks(model, optimizer)
+        before_step()
+
+    precision.__dict__["_after_closure"] = after_closure
     if isinstance(precision, MixedPrecision) and precision.scaler is None:
         precision.__dict__["clip_gradients"] = MethodType(Precision.clip_gradients, precision)
 
@@ -193,6 +205,7 @@ def restore_norm_clipping(precision: Any) -> None:
     """Undo `replace_norm_clipping`."""
     precision.__dict__.pop("clip_grad_by_norm", None)
     precision.__dict__.pop("clip_gradients", None)
+    precision.__dict__.pop("_after_closure", None)
 
 
 def compute_dtype(precision: Any) -> torch.dtype | None:
@@ -256,6 +269,29 @@ def looks_at_gradients(trainer: pl.Trainer) -> bool:
     return any(is_overridden(hook, trainer.lightning_module) for hook in module_hooks) or any(
         is_overridden(hook, callback, pl.Callback) for callback in callbacks(trainer) for hook in callback_hooks
     )
+
+
+def follow_finetuning(trainer: pl.Trainer, whole_of: Callable[[Any], Any]) -> None:
+    """Let finetuning callbacks find the module's parameters in optimizers that hold something in their place.
+
+    `BaseFinetuning` of Lightning 2.6 looks up what is in an optimizer's groups among the module's parameters.
+    """
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    original = BaseFinetuning._apply_mapping_to_param_groups
+
+    def apply(groups: list[dict[str, Any]], mapping: dict[Any, Any]) -> list[dict[str, Any]]:
+        return original([{**group, "params": [whole_of(p) for p in group["params"]]} for group in groups], mapping)
+
+    for callback in callbacks(trainer):
+        if isinstance(callback, BaseFinetuning):
+            callback.__dict__["_apply_mapping_to_param_groups"] = apply
+
+
+def unfollow_finetuning(trainer: pl.Trainer) -> None:
+    """Undo `follow_finetuning`."""
+    for callback in callbacks(trainer):
+        callback.__dict__.pop("_apply_mapping_to_param_groups", None)
 
 
 def follow_toggles(module: pl.LightningModule, copy: Callable[[], None]) -> None:

@@ -122,5 +122,11 @@ def merged_value(parts: Sequence[Any], device: Any) -> Any:
             whole.merge_state(part)
         except RuntimeError:  # noqa: PERF203 - only merging tells whether a metric can merge; few ranks, once a step
             whole = part
-    whole.sync_on_compute = False
+    # `sync_on_compute` is read at construction only; and in evaluation ranks have different numbers of batches.
+    whole.distributed_available_fn = _alone
     return whole.compute()
+
+
+def _alone() -> bool:
+    """The parts are those of all ranks already: there is nobody to synchronise with."""
+    return False

@@ -155,7 +155,7 @@ class ParameterShards(ZeroShards):
         for parameter in unit.parameters:
             # By its storage: tensors that autograd has saved for backward find their values there again.
             self.wholes[id(parameter)].untyped_storage().resize_(0)
-            mark_absent(parameter, self._fetch)
+            mark_absent(parameter, self._fetch, self.shards[id(parameter)])
 
     def drop_all(self) -> None:
         """Give up all whole parameters. No communication."""

@@ -92,6 +92,12 @@ class AbsentParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let through what reads no values; fetch them for everything else."""
+        if func in (torch.equal, Tensor.equal):
+            # How callbacks look for a parameter in an optimizer, which has the rows of it in its place.
+            one, other = args
+            return one is other or any(
+                isinstance(a, AbsentParameter) and a.__dict__["rows"] is b for a, b in ((one, other), (other, one))
+            )
         if func not in _VALUE_FREE:
             for leaf in _absent((args, kwargs or {})):
                 fetch = leaf.__dict__.get("fetch")
@@ -125,11 +131,20 @@ def _absent(value: Any) -> list[AbsentParameter]:
     return []
 
 
-def mark_absent(parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None]) -> None:
-    """From now on reading `parameter` calls `fetch`. Does nothing twice."""
+def mark_absent(
+    parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None], rows: nn.Parameter | None = None
+) -> None:
+    """From now on reading `parameter` calls `fetch`. Does nothing twice.
+
+    Args:
+        parameter: The parameter.
+        fetch: Makes its values present, or raises.
+        rows: What optimizers hold in its place.
+    """
     if not isinstance(parameter, AbsentParameter):
         parameter.__dict__["present_class"] = type(parameter)
         parameter.__dict__["fetch"] = fetch
+        parameter.__dict__["rows"] = rows
         parameter.__class__ = AbsentParameter
 
 
@@ -137,7 +152,7 @@ def mark_present(parameter: nn.Parameter) -> None:
     """An ordinary parameter again."""
     if isinstance(parameter, AbsentParameter):
         parameter.__class__ = parameter.__dict__.pop("present_class")
-        del parameter.__dict__["fetch"]
+        del parameter.__dict__["fetch"], parameter.__dict__["rows"]
 
 
 class RowGradient(Tensor):
@@ -184,6 +199,9 @@ class RowGradient(Tensor):
         """Run on the whole gradient, and keep what changed."""
         if func in _SAME_GRADIENT:
             return args[0]
+        if func == _SET_DATA and isinstance(args[0], RowGradient):
+            args[0].copy_(args[1])
+            return None
         if func in _VALUE_FREE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -214,4 +232,5 @@ class RowGradient(Tensor):
         return f"RowGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+_SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009  # the descriptor
 _SAME_GRADIENT = frozenset([getattr(Tensor, "data").__get__, Tensor.detach])  # noqa: B009  # the descriptor

@@ -15,6 +15,7 @@ for computing (2 bytes for parameters and their gradients, 12 for the fp32 rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,7 @@ class ZeroShards:
         """Put row shards in place of whole parameters in an optimizer's groups and in the state it has already."""
         for group in optimizer.param_groups:
             group["params"] = [self.shard_of(parameter) for parameter in group["params"]]
+        self._follow_new_groups(optimizer)
         for parameter in self.parameters:
             state = optimizer.state.pop(parameter, None)
             if state is not None:
@@ -128,6 +130,17 @@ class ZeroShards:
                     else value
                     for key, value in state.items()
                 }
+
+    def _follow_new_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Groups that user code adds later, such as layers that are unfrozen, get row shards too."""
+        add = optimizer.add_param_group
+
+        def add_param_group(group: dict[str, Any]) -> None:
+            given = group["params"]
+            given = [given] if isinstance(given, Tensor) else list(given)
+            add({**group, "params": [self.shard_of(parameter) for parameter in given]})
+
+        optimizer.__dict__["add_param_group"] = add_param_group
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """Parameter name -> row shard."""

@@ -298,7 +298,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         if fitting:
             is_scheduled = self.mesh.pipe_size > 1 or self._microbatches_for(self.mesh.pipe_size) > 1
             check_module(module, is_scheduled=is_scheduled)
-            check_callbacks(_host.callbacks(trainer), is_pipelined=self.mesh.pipe_size > 1)
+            is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
+            check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
         self.model = self.precision_plugin.convert_module(module)
         if self.world_size > 1:
             broadcast_module(module)
@@ -322,7 +323,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self._partition(trainer)
         self._place(trainer)
         self.setup_precision_plugin()
-        _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm)
+        _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm, self._take_gradients)
         if fitting:
             device = self.root_device if self._sharded is None else self._sharded.state_device
             _host.optimizers_to_device(self.optimizers, device)
@@ -395,6 +396,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             )
             engine.places = self._sharded
             self._sharded.hand_to(self.optimizers)
+            _host.follow_finetuning(trainer, self._sharded.parameter_of)
         if settings.zero_stage == 3:
             self.model_to_device()
         shared = share.shared()
@@ -521,6 +523,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
             self._end_manual()
+            _host.unfollow_finetuning(self._trainer())
             if self._compiled is not None:
                 self._compiled.restore()
                 self._compiled = None

@@ -54,18 +54,23 @@ def check_module(module: pl.LightningModule, *, is_scheduled: bool = True) -> No
         )
 
 
-def check_callbacks(callbacks: Sequence[Any], *, is_pipelined: bool) -> None:
+def check_callbacks(callbacks: Sequence[Any], *, is_partial: bool) -> None:
     """Refuse callbacks that keep a second copy of the whole model.
 
+    Args:
+        callbacks: The Trainer's.
+        is_partial: Whether a rank holds only a part of the weights.
+
     Raises:
-        ValueError: For weight averaging in a pipeline: each rank holds only its share of the weights.
+        ValueError: For Lightning's weight averaging where each rank holds only its share of the weights.
     """
     for callback in callbacks:
-        if is_pipelined and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if is_partial and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
-                f"`{type(callback).__name__}` averages the whole model on every rank, but in a pipeline each rank "
-                "holds only its share of the weights. Use `lightning_bigmodel.ExponentialMovingAverage`, or set "
-                "`pipeline_parallel_size=1`."
+                f"`{type(callback).__name__}` averages the whole model on every rank, but in a pipeline, under tensor "
+                "parallelism and with `zero_stage=3` each rank holds only its share of the weights. Use "
+                "`lightning_bigmodel.ExponentialMovingAverage`, or `pipeline_parallel_size=1`, "
+                "`tensor_parallel_size=1` and `zero_stage=2` or less."
             )
 
 

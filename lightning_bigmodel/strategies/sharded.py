@@ -75,8 +75,9 @@ class ShardedRun(GradientPlaces):
         copies = None if offload is None else HostCopies(device)
         self._mesh, self._device = mesh, device
         self._shows_gradients = shows_gradients
-        self._shown: list[nn.Parameter] = []
+        self._shown: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._reference: float | None = None
+        self._whole_of: dict[int, nn.Parameter] | None = None
         self.reduces_every_microbatch = reduce_every_microbatch
         self._group = mesh.device_mesh.get_group("data_shard")
         self._replicate_group = mesh.device_mesh.get_group("data_replicate")
@@ -130,6 +131,12 @@ class ShardedRun(GradientPlaces):
     def records(self) -> dict[int, RowShard]:
         """id(row shard) -> which rows of what."""
         return self.shards.shard_records()
+
+    def parameter_of(self, held: Any) -> Any:
+        """The module's parameter for what an optimizer holds."""
+        if self._whole_of is None:
+            self._whole_of = {id(self.shards.shard_of(parameter)): parameter for parameter in self.shards.parameters}
+        return self._whole_of.get(id(held), held)
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
         """Whether `parameter` has row shards."""
@@ -247,16 +254,21 @@ class ShardedRun(GradientPlaces):
     @override
     def show(self) -> None:
         self.shards.start_window()
+        self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """Let user code see the gradients there are; in stage 1 they are whole until the window's end."""
         if not self._shows_gradients:
             return
         for parameter in self.shards.trained():
             gradient = self.shards.shards[id(parameter)].grad
-            if gradient is not None:
+            if gradient is not None and parameter.grad is None:
                 record = self.shards.records[id(parameter)]
                 gather = functools.partial(self.shards.whole_of, parameter)
                 # Of the parameter's own type, as gradients are.
-                parameter.grad = RowGradient.wrap(gradient, parameter.shape, gather, record.rows, parameter)
-                self._shown.append(parameter)
+                shown = RowGradient.wrap(gradient, parameter.shape, gather, record.rows, parameter)
+                parameter.grad = shown
+                self._shown[id(parameter)] = (parameter, shown)
 
     @override
     def discard(self) -> None:
@@ -265,9 +277,26 @@ class ShardedRun(GradientPlaces):
 
     def hide(self) -> None:
         """Before the next backward: take off what `show` has set."""
-        for parameter in self._shown:
+        for parameter, _ in self._shown.values():
             parameter.grad = None
         self._shown.clear()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Take over gradients that a hook has replaced: another tensor, or None for a parameter not to be stepped."""
+        for key, (parameter, shown) in list(self._shown.items()):
+            gradient = parameter.grad
+            if gradient is shown:
+                continue
+            shard = self.shards.shards[key]
+            if gradient is None:
+                shard.grad = None
+            else:
+                rows = self.shards.records[key].rows(gradient.contiguous())
+                shard.grad = rows.to(device=shard.device, dtype=shard.dtype, copy=True)
+            del self._shown[key]
+            parameter.grad = None
+        self.show_gradients()
 
     def clipping_groups(self) -> list[Any]:
         """Axes beside the pipeline over which parts of one model lie."""

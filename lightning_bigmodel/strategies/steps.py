@@ -218,6 +218,17 @@ class StepHooks(StrategyBase):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        # As the host does it, but gradients are complete before `on_after_backward`, which the precision plugin calls.
+        self.pre_backward(closure_loss)
+        module, precision = self.lightning_module, self.precision_plugin
+        assert module is not None
+        closure_loss = precision.pre_backward(closure_loss, module)
+        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.post_backward(closure_loss)
+        return precision.post_backward(closure_loss, module)
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if not self.engine.is_pipelined:
             self.engine.passes.begin_backward(0)
@@ -229,6 +240,8 @@ class StepHooks(StrategyBase):
                 self.engine.passes.end_backward(0)
         if not self._blocks_sync:
             self._synchronize_gradients()
+        elif self._sharded is not None:
+            self._sharded.show_gradients()
 
     def _synchronize_gradients(self) -> None:
         if self._window is not None:
@@ -283,8 +296,14 @@ class StepHooks(StrategyBase):
         finally:
             torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = norm, value
 
+    def _take_gradients(self) -> None:
+        """What hooks have put in the place of gradients is what counts."""
+        if self._sharded is not None:
+            self._sharded.take_gradients()
+
     def _holders(self, parameters: Any) -> list[Any]:
         """What has the gradients of parameters, or of the row shards of an optimizer."""
+        self._take_gradients()
         given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return [self.engine.places.holder(parameter) for parameter in given]
 
@@ -313,6 +332,7 @@ class StepHooks(StrategyBase):
         )
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._take_gradients()
         self._clip([p for group in optimizer.param_groups for p in group["params"]], float(clip_val))
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_bigmodel import BigModelStrategy
 from lightning_bigmodel.testing import RanksFailedError, TinyChain, run_ranks
 from tests.strategies.test_trainer import assert_same_weights
 from tests.strategies.trainer_modules import Classifier, loader, numbers, pad, pipeline, trainer, weights
@@ -566,3 +568,56 @@ def test_unfreezing_own_clipping_gathering_and_rows(world_size: int, pipe: int) 
         assert result["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
         if world_size == 2 and pipe == 2:
             assert result["gathered"] in (1.0, None)
+
+
+class CalledMetrics(LightningModule):
+    """Metric objects called as functions and logged, a sum among them, in training and evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+        self.train_error, self.error = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
+        self.count = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Logs by step and by epoch."""
+        output = self.layer(batch[0])
+        self.train_error(output, batch[1])
+        self.count(float(len(output)))
+        self.log("train_error", self.train_error, on_step=True, on_epoch=True)
+        self.log("count", self.count, on_step=True, on_epoch=True)
+        return nn.functional.mse_loss(output, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Logs by epoch."""
+        self.error(self.layer(batch[0]), batch[1])
+        self.log("error", self.error)
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def called_metrics(strategy: Any, devices: int) -> dict[str, float]:
+    """Train with 13 validation samples: more batches on one rank than on the other."""
+    generator = torch.Generator().manual_seed(0)
+
+    def data(num_samples: int, batch_size: int) -> DataLoader[Any]:
+        parts = torch.randn(num_samples, 4, generator=generator), torch.randn(num_samples, 2, generator=generator)
+        return DataLoader(TensorDataset(*parts), batch_size=batch_size)
+
+    run = trainer(strategy, devices, max_epochs=2)
+    run.fit(CalledMetrics(), data(24, 12 // devices), data(13, 6))
+    return numbers(run.callback_metrics)
+
+
+def _called_metrics() -> dict[str, float]:
+    return called_metrics(BigModelStrategy(), 2)
+
+
+def test_called_metrics_wait_for_nobody_in_a_step() -> None:
+    """A synchronisation in each evaluation batch, which hangs where ranks have different numbers of them."""
+    expected = called_metrics("auto", 1)
+    for result in run_ranks(_called_metrics, 2, timeout_seconds=60.0):
+        assert result == pytest.approx(expected, rel=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
@@ -109,6 +110,111 @@ def test_hooks_see_whole_gradients(name: str, clip: str, norm_type: float) -> No
         assert result["total"] == pytest.approx(expected["total"], rel=1e-5)
         for found, wanted in zip(result["head"], expected["head"], strict=True):
             assert found == pytest.approx(wanted, abs=1e-6)
+
+
+class Edits(Classifier):
+    """Changes gradients in a hook, in one of the ways people do."""
+
+    def __init__(self, how: str, hook: str) -> None:
+        super().__init__()
+        self.how, self.hook = how, hook
+
+    def on_after_backward(self) -> None:
+        """Before clipping."""
+        super().on_after_backward()
+        if self.hook == "on_after_backward":
+            self.edit()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Before clipping too."""
+        super().on_before_optimizer_step(optimizer)
+        if self.hook == "on_before_optimizer_step":
+            self.edit()
+
+    def edit(self) -> None:
+        """One of the ways."""
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                continue
+            if self.how == "in place":
+                parameter.grad.mul_(0.5)
+            elif self.how == "assigned":
+                parameter.grad = parameter.grad * 0.5
+            elif self.how == "data":
+                parameter.grad.data = parameter.grad.data / 2
+            elif self.how == "taken off" and parameter.ndim == 1:
+                parameter.grad = None
+
+    def configure_optimizers(self) -> Any:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def edits(strategy: Any, devices: int, batch_size: int, how: str, hook: str) -> dict[str, Any]:
+    """Train with a clip besides."""
+    module = Edits(how, hook)
+    run = trainer(strategy, devices, gradient_clip_val=0.3)
+    run.fit(module, loader(32, batch_size), loader(10, 4))
+    return weights(module)
+
+
+def _edits(settings: dict[str, Any], how: str, hook: str) -> dict[str, Any]:
+    return edits(BigModelStrategy(**settings), 2, 4, how, hook)
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned", "data", "taken off"])
+@pytest.mark.parametrize(("stage", "hook"), [(3, "on_after_backward"), (1, "on_before_optimizer_step")])
+def test_gradients_changed_in_hooks_count(stage: int, hook: str, how: str) -> None:
+    """A change of the user's that the step does not see."""
+    expected = edits("auto", 1, 8, how, hook)
+    for result in run_ranks(_edits, 2, {"zero_stage": stage}, how, hook):
+        assert_same_weights(result, expected)
+
+
+class Grows(Classifier):
+    """Its blocks are trained from the second epoch on."""
+
+    def configure_optimizers(self) -> Any:
+        """The head alone at first."""
+        return torch.optim.Adam(self.head.parameters(), lr=1e-2)
+
+    @property
+    def backbone(self) -> Any:
+        """What `BackboneFinetuning` asks for."""
+        return self.blocks
+
+
+def grows(strategy: Any, devices: int, batch_size: int) -> dict[str, Any]:
+    """Train with Lightning's own callback."""
+    module = Grows()
+    finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=1e-3)
+    run = trainer(strategy, devices, max_epochs=3, callbacks=[finetuning])
+    run.fit(module, loader(16, batch_size), loader(8, 4))
+    return weights(module)
+
+
+def _grows(settings: dict[str, Any]) -> dict[str, Any]:
+    return grows(BigModelStrategy(**settings), 2, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_that_are_unfrozen_later_are_trained(stage: int) -> None:
+    """Whole parameters put into an optimizer of row shards, which never get a gradient."""
+    expected = grows("auto", 1, 8)
+    for result in run_ranks(_grows, 2, {"zero_stage": stage}):
+        assert_same_weights(result, expected)
+
+
+@pytest.mark.parametrize("is_exponential", [False, True])
+def test_averages_of_whole_models_are_refused(is_exponential: bool) -> None:
+    """An error from inside the callback, epochs later."""
+    with pytest.raises(RanksFailedError, match="ExponentialMovingAverage"):
+        run_ranks(_averaged, 2, is_exponential)
+
+
+def _averaged(is_exponential: bool) -> None:
+    callback = EMAWeightAveraging() if is_exponential else StochasticWeightAveraging(1e-2)
+    trainer(BigModelStrategy(zero_stage=3), 2, callbacks=[callback]).fit(Classifier(), loader(16, 4), loader(8, 4))
 
 
 class Constrained(Classifier):
