@@ -139,6 +139,12 @@ class GradientWindow:
         reference, total = self._reference or 1.0, self._total
         parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
         parameters, total = self._agree(parameters, total, tied)
+        if (
+            not total
+        ):  # no batch of the window had a loss: a gradient of zero would still move moments and decay weights
+            for parameter in self._parameters:
+                places.holder(parameter).grad = None
+            parameters = []
         holders = [places.holder(parameter) for parameter in parameters]
         if total and self._divides:
             factor = reference / total

@@ -100,6 +100,7 @@ class BucketReducer:
         self._next += 1
         bucket, rows = self.buckets[index]
         gradients = [parameter.grad for parameter in bucket]
+        self._refuse_sparse(bucket)
         kept = self._shards.shards[id(bucket[0])].dtype  # sums are made in the type they are kept in
         self._shards.present.update(id(parameter) for parameter in bucket if parameter.grad is not None)
         self._waiting.append((bucket, rows, rows.reduce_scatter(gradients, kept, bucket[0].device)))
@@ -107,6 +108,14 @@ class BucketReducer:
             parameter.grad = None
         if len(self._waiting) > _MAX_PENDING:
             self._finish()
+
+    def _refuse_sparse(self, bucket: Sequence[nn.Parameter]) -> None:
+        for parameter in bucket:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"The gradient of `{self._shards.records[id(parameter)].name}` is sparse, and sparse gradients are "
+                    "not made into rows. Set `sparse=False` on the embedding, or use `zero_stage=0`."
+                )
 
     def _finish(self) -> None:
         bucket, rows, pending = self._waiting.pop(0)

@@ -255,7 +255,9 @@ class ZeroShards:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Rows with memory of their own take over what user code wrote into whole parameters. No communication."""
+        """Rows take over what user code wrote into whole parameters, or put in their place. No communication."""
+        if self.stage != 3:
+            self._adopt_replaced()
         if not self._marks:
             return
         self.land()
@@ -263,6 +265,26 @@ class ZeroShards:
         for key in (key for key, mark in now.items() if mark != self._marks[key]):
             self.shards[key].copy_(self.records[key].rows(self.wholes[key]))
         self._marks = now
+
+    def _adopt_replaced(self) -> None:
+        """Rows are views of the memory that parameters have, also after user code has given them other memory."""
+        for parameter in self.parameters:
+            key, data = id(parameter), parameter.data
+            whole, shard = self.wholes[key], self.shards[key]
+            if data.data_ptr() == whole.data_ptr():
+                continue
+            if (data.dtype, data.device, data.shape) != (whole.dtype, whole.device, whole.shape):
+                raise RuntimeError(
+                    f"`{self.records[key].name}` has become {tuple(data.shape)} {data.dtype} on {data.device} after "
+                    f"set-up, where it was {tuple(whole.shape)} {whole.dtype} on {whole.device}. Convert the module "
+                    "before `fit`, in `__init__`, `setup` or `configure_model`, or by the Trainer's `precision`."
+                )
+            parameter.data = self.wholes[key] = data.contiguous()
+            rows = self.records[key].rows(parameter.data)
+            if self.copies is None and shard.dtype == rows.dtype:
+                shard.data = rows
+            else:
+                shard.copy_(rows)
 
     def published_by(self, optimizer: torch.optim.Optimizer) -> None:
         """`publish` the parameters that one optimizer has stepped. Collective."""

@@ -217,6 +217,80 @@ def _averaged(is_exponential: bool) -> None:
     trainer(BigModelStrategy(zero_stage=3), 2, callbacks=[callback]).fit(Classifier(), loader(16, 4), loader(8, 4))
 
 
+class Replaced(Classifier):
+    """Gives its parameters other memory after set-up."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.new_dtype = dtype
+
+    def on_train_start(self) -> None:
+        """As `to` does for memory formats and types."""
+        for parameter in self.blocks.parameters():
+            parameter.data = parameter.data.t().clone().t() if parameter.ndim == 2 else parameter.data.clone()
+            if self.new_dtype is not None:
+                parameter.data = parameter.data.to(self.new_dtype)
+
+
+def replaced(strategy: Any, devices: int, batch_size: int, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Train."""
+    module = Replaced(dtype)
+    trainer(strategy, devices, num_sanity_val_steps=0).fit(module, loader(16, batch_size), loader(8, 4))
+    return weights(module)
+
+
+def _replaced(stage: Any, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    return replaced(BigModelStrategy(zero_stage=stage), 2, 4, dtype)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_with_other_memory_are_still_trained(stage: int) -> None:
+    """Rows of memory that the module does not use any more."""
+    expected = replaced("auto", 1, 8)
+    for result in run_ranks(_replaced, 2, stage):
+        assert_same_weights(result, expected)
+    with pytest.raises(RanksFailedError, match=r"`blocks.0.*has become .*float64"):
+        run_ranks(_replaced_by_double, 2, stage)
+
+
+def _replaced_by_double(stage: Any) -> None:
+    module = Doubled()
+    trainer(BigModelStrategy(zero_stage=stage), 2, num_sanity_val_steps=0).fit(module, loader(16, 4), loader(8, 4))
+
+
+class Doubled(Classifier):
+    """Converts its parameters where it is too late."""
+
+    def on_after_backward(self) -> None:
+        """Between backward and step."""
+        super().on_after_backward()
+        for parameter in self.blocks.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.double()
+
+
+class Sparse(Classifier):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        """SGD takes sparse gradients."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _sparse() -> None:
+    trainer(BigModelStrategy(zero_stage=2), 2).fit(Sparse(), loader(16, 4), loader(8, 4))
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    """An error about reshaping from inside torch."""
+    with pytest.raises(RanksFailedError, match=r"gradient of `embed.weight` is sparse.*sparse=False"):
+        run_ranks(_sparse, 2)
+
+
 class Constrained(Classifier):
     """Changes its own weights between steps, and reads them at the end."""
 
