@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -44,27 +45,27 @@ class RowShard:
     rank: int
     group: dist.ProcessGroup | None
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows of the whole parameter."""
         return self.shape[0] if self.shape else 1
 
-    @property
+    @cached_property
     def start(self) -> int:
         """First row held here."""
         return rows_of(self.num_rows, self.num_ranks, self.rank)[0]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Rows held here; may be 0."""
         return rows_of(self.num_rows, self.num_ranks, self.rank)[1]
 
-    @property
+    @cached_property
     def local_shape(self) -> torch.Size:
         """Shape of the rows held here."""
         return torch.Size((self.length, *self.shape[1:]))
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the largest shard of any rank, which is what each rank sends."""
         return -(-self.num_rows // self.num_ranks) * prod(self.shape[1:])

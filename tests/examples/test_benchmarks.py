@@ -53,3 +53,64 @@ def test_beside_the_pipeline_a_step_shares_the_batch_and_the_logs_once(results):
     assert messages["object"][0] == 2  # one on each rank: logs, losses and outputs
     assert messages["object"][1] < 4096
     assert messages["broadcast"][0] == 4  # two on each rank: the batch's description and its values
+
+
+# The parameters of this model: 256 tokens, 8 positions, 4 blocks, a norm and the head.
+_SHARDING_TINY = ["--width=16", "--num-blocks=4", "--context=8", "--batch-size=4", "--rounds=1", "--warmup-rounds=0"]
+_WHOLE_BYTES = 4 * (256 * 16 + 8 * 16 + 4 * (12 * 16 * 16 + 13 * 16) + 2 * 16 + 256 * 17)
+_NUM_BLOCKS, _NUM_OUTER_LAYERS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def sharding_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """One run of the benchmark over all pairs: pair -> what it found."""
+    path = tmp_path_factory.mktemp("benchmark") / "results.json"
+    options = ["--ranks=2", f"--json={path}", "--pairs", "replicas", "sharded", "kept"]
+    done = subprocess.run(
+        [sys.executable, str(_BENCHMARKS / "sharding_cost.py"), *_SHARDING_TINY, *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return {result["pair"]: result for result in json.loads(path.read_text())["results"]}
+
+
+@pytest.mark.parametrize("pair", ["replicas", "sharded", "kept"])
+def test_both_sides_of_a_pair_learn_the_same(pair, sharding_results):
+    """Sides that see other batches, or average otherwise, do not do the same work in the time that is compared."""
+    result = sharding_results[pair]
+    assert result["largest_weight_difference"] < 1e-5
+    assert result["last_loss"][0] == pytest.approx(result["last_loss"][1], rel=1e-5)
+
+
+def test_replicas_send_each_gradient_once(sharding_results):
+    """As DDP does; beside it, once a step, which gradients there are, and what was logged."""
+    for theirs, ours in zip(*sharding_results["replicas"]["messages"], strict=True):
+        assert theirs["all_reduce"] == [1, _WHOLE_BYTES]
+        num_calls, num_bytes = ours["all_reduce"]
+        assert num_calls == 2
+        assert 0 <= num_bytes - _WHOLE_BYTES < 1024
+        assert ours["object"][0] == 1
+        assert ours["object"][1] < 4096
+
+
+@pytest.mark.parametrize(("pair", "num_gathers"), [("sharded", 2), ("kept", 1)])
+def test_shards_gather_and_reduce_the_bytes_of_fully_shard(pair, num_gathers, sharding_results):
+    """A unit gathered once more than needed, or padded, would be sent in every step."""
+    for theirs, ours in zip(*sharding_results[pair]["messages"], strict=True):
+        for messages, num_units in ((theirs, _NUM_BLOCKS + 1), (ours, _NUM_BLOCKS + _NUM_OUTER_LAYERS)):
+            # Counted is what a rank puts in: its half of the parameters, and all of its gradients.
+            assert messages["all_gather"][1] == num_gathers * _WHOLE_BYTES // 2
+            assert messages["reduce_scatter"][1] == _WHOLE_BYTES
+            assert messages["all_gather"][0] <= num_gathers * num_units
+            assert messages["reduce_scatter"][0] <= num_units
+        assert ours["all_reduce"][1] < 1024
+        assert ours["object"][0] == 1
+
+
+@pytest.mark.parametrize("pair", ["replicas", "sharded", "kept"])
+def test_a_rank_keeps_no_more_tensors_than_by_other_hands(pair, sharding_results):
+    """Whole parameters or gradients that outlive their use are what sharding is there to avoid."""
+    theirs, ours = sharding_results[pair]["peak_live_bytes"]
+    assert 0 < ours < 1.1 * theirs
