@@ -243,6 +243,12 @@ class PipelineEngine:
 
     def _refuse_batch_statistics(self) -> None:
         for name, module in self.root.named_modules():
+            if type(module).__name__ == "_SpectralNorm" and module.training and self.num_microbatches > 1:
+                raise ValueError(
+                    f"`{name}` (spectral_norm) takes a step of its power iteration at each call, but "
+                    f"`num_microbatches={self.num_microbatches}` calls it once a micro-batch; its results would differ "
+                    "from one process. Set `num_microbatches=1` (with `schedule='GPipe'` in a pipeline)."
+                )
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and self.num_microbatches > 1:
                 raise ValueError(
                     f"`{name}` ({type(module).__name__}) normalises by statistics of the whole batch, but "

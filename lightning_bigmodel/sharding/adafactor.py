@@ -249,7 +249,7 @@ class _TorchRule(_Rule):
         rate = min(float(self.options["lr"]), 1 / math.sqrt(self.done))
         scale = self.root_mean_square.clamp(min=self.options["eps"][1]) * rate / clip
         update = self.update() if self.kept is None else self.kept
-        self.parameter.sub_(update.mul_(scale))
+        self.parameter.sub_(update.mul_(scale.reshape(())).view_as(self.parameter))
 
 
 class _TransformersRule(_Rule):

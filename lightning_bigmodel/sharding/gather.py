@@ -47,6 +47,7 @@ class Unit:
     parameters: list[nn.Parameter]
     messages: list[tuple[list[nn.Parameter], FlatRows, Tensor]] = field(default_factory=list, repr=False)
     waiting: list[Pending] = field(default_factory=list, repr=False)
+    versions: dict[int, int] = field(default_factory=dict, repr=False)  # of parameters, when they became whole
     is_present: bool = False
     stays: bool = False  # for whole passes: used without a call of its modules, or several times
 
@@ -141,6 +142,33 @@ class ParameterShards(ZeroShards):
         unit.is_present = True
         for parameter in unit.parameters:
             mark_present(parameter)
+            unit.versions[id(parameter)] = parameter._version
+
+    @torch.no_grad()
+    def _take_written(self, unit: Unit) -> None:
+        """Rows take over what a step has written into whole parameters in place, as it may in one process."""
+        for parameter in unit.parameters:
+            key = id(parameter)
+            if parameter._version != unit.versions[key]:
+                self.shards[key].copy_(self.records[key].rows(self.wholes[key]))
+                unit.versions[key] = parameter._version
+
+    @torch.no_grad()
+    def _take_all(self) -> None:
+        """Rows take over all values, also of memory that was put in the place of parameters."""
+        for parameter in self.parameters:
+            key, data = id(parameter), parameter.data
+            if data.data_ptr() != self.wholes[key].data_ptr():
+                self.wholes[key].copy_(data)
+                parameter.data = self.wholes[key]
+            self.shards[key].copy_(self.records[key].rows(self.wholes[key]))
+
+    def take_changes(self) -> None:
+        """Rows take over what steps have written into parameters that are whole at the moment. No communication."""
+        self.land()
+        for unit in self.units:
+            if unit.is_present:
+                self._take_written(unit)
 
     def drop(self, unit: Unit) -> None:
         """Give up a unit's whole parameters. No communication."""
@@ -148,6 +176,8 @@ class ParameterShards(ZeroShards):
             self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
+        if unit.is_present:
+            self._take_written(unit)
         for pending in unit.waiting:
             pending.wait()
         unit.waiting.clear()
@@ -185,11 +215,10 @@ class ParameterShards(ZeroShards):
             yield
             if write:
                 self.land()
-                with torch.no_grad():
-                    for key, shard in self.shards.items():
-                        shard.copy_(self.records[key].rows(self.wholes[key]))
+                self._take_all()
         finally:
             for unit in self.units:
+                unit.versions = {id(parameter): parameter._version for parameter in unit.parameters}
                 if unit not in before:
                     self._drop(unit)
 

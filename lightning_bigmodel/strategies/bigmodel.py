@@ -377,6 +377,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         engine, share, settings = self.engine, self.engine.share, self._sharding
         assert share is not None
         self._sharded = None
+        if self._tensor is not None:  # before rows are made of what it holds
+            for optimizer in self.optimizers:
+                self._tensor.hand_to(optimizer)
         if settings.zero_stage != 3:
             self.model_to_device()
         if settings.zero_stage:
@@ -401,9 +404,6 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             self.model_to_device()
         shared = share.shared()
         planner = engine.planner
-        if self._tensor is not None:
-            for optimizer in self.optimizers:
-                self._tensor.check_optimizer(optimizer)
         if self._compile_blocks:
             options = {} if self._compile_blocks is True else dict(self._compile_blocks)
             self._compiled = CompiledBlocks(self._blocks_to_compile(), options)

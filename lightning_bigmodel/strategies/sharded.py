@@ -81,7 +81,7 @@ class ShardedRun(GradientPlaces):
         self.reduces_every_microbatch = reduce_every_microbatch
         self._group = mesh.device_mesh.get_group("data_shard")
         self._replicate_group = mesh.device_mesh.get_group("data_replicate")
-        held = {share.names[id(p)]: p for p in share.owned if p.ndim}
+        held = {share.names[id(p)]: p for p in share.owned if p.ndim and p.numel()}
         self._gathering: ParameterShards | None = None
         self._reducers: list[BucketReducer] = []
         parts = stage_parts(engine, share, list(held.values()), blocks)
@@ -159,6 +159,7 @@ class ShardedRun(GradientPlaces):
 
     def give_up(self) -> None:
         """After a failure, without the other ranks."""
+        self.hide()  # moving a module would gather gradients that are shown
         for reducer in self._reducers:
             reducer.close()
         if self._gathering is not None:

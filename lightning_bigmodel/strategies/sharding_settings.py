@@ -45,11 +45,15 @@ class ShardingSettings:
             ValueError: With the nearest setting that can.
         """
         stage = self.zero_stage
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        if type(stage) is not int or stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero_stage={stage!r}` is not known. Use 0, 1, 2 or 3.")
         replicas = self.data_replicate_size
         if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
             raise ValueError(f"`data_replicate_size={replicas!r}` must be a whole number of at least 1.")
+        for name in ("keep_gathered", "reduce_every_microbatch"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "reduce_every_microbatch"):
+                raise ValueError(f"`{name}={value!r}` must be True or False.")
         if self.keep_gathered and stage != 3:
             raise ValueError(
                 f"`keep_gathered=True` keeps gathered parameters, but with `zero_stage={stage}` parameters are whole "

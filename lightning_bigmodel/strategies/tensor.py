@@ -82,11 +82,11 @@ class TensorRun:
         """Whether this tensor rank answers for a parameter where each counts once."""
         return self._is_first or self.slices.is_sliced(parameter)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that looks at whole parameters.
+    def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """State that an optimizer has from its construction becomes slices, as its parameters have.
 
         Raises:
-            ValueError: With the reason.
+            ValueError: For an optimizer that looks at whole parameters.
         """
         if not is_elementwise(optimizer):
             raise ValueError(
@@ -94,6 +94,12 @@ class TensorRun:
                 "`tensor_parallel_size` above 1 gives each rank a slice of them. Use an elementwise optimizer such as "
                 "AdamW, or `zero_stage` in place of tensor parallelism."
             )
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, nn.Parameter) and self.slices.is_sliced(parameter):
+                full_shape = self.slices.full_shape(parameter)
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == full_shape:
+                        state[key] = self.slices.slice_full(parameter, value)
 
     def restore(self) -> None:
         """Whole parameters again. Collective over the tensor ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_bigmodel import BigModelStrategy
+from lightning_bigmodel.cli import main
 from lightning_bigmodel.testing import RanksFailedError
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
 from tests.strategies.test_trainer import assert_same_weights
@@ -269,6 +271,66 @@ class Doubled(Classifier):
             parameter.data = parameter.data.double()
 
 
+class Prototypes(Classifier):
+    """Normalises a weight in its step, sets one anew between steps, and has a parameter without elements."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        num_rows = 0 if optimizer == "SGD" else 1  # torch's Adafactor divides by the number of elements
+        self.nothing, self.scalar = nn.Parameter(torch.ones(num_rows, 3)), nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """As methods with prototypes do."""
+        with torch.no_grad():
+            self.head.weight.copy_(nn.functional.normalize(self.head.weight, dim=1))
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """With the parameters that have no dimensions, and no elements."""
+        logits: Tensor = super().forward(batch) * (self.scalar + 0.1 * self.nothing.sum())
+        return logits
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Other memory for a weight."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        strategy = self.trainer.strategy
+        with strategy.whole_parameters() if isinstance(strategy, BigModelStrategy) else torch.enable_grad():
+            self.embed.weight.data = self.embed.weight.data * 0.99
+
+    def configure_optimizers(self) -> Any:
+        """One of torch's."""
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.05)
+
+
+def prototypes(strategy: Any, devices: int, batch_size: int, optimizer: str, path: str | None = None) -> Any:
+    """Train, and save where a path is given."""
+    module = Prototypes(optimizer)
+    run = trainer(strategy, devices)
+    run.fit(module, loader(16, batch_size), loader(8, 4))
+    if path is not None:
+        run.save_checkpoint(path)
+    return weights(module)
+
+
+def _prototypes(stage: Any, optimizer: str, path: str) -> Any:
+    return prototypes(BigModelStrategy(zero_stage=stage), 2, 4, optimizer, path)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_written_in_a_step_stay_written(stage: int, optimizer: str, tmp_path: Path) -> None:
+    """A write that is lost when the memory is given up; a checkpoint that lacks an empty parameter."""
+    expected = prototypes("auto", 1, 8, optimizer)
+    for result in run_ranks(_prototypes, 2, stage, optimizer, str(tmp_path / "run.ckpt")):
+        assert_same_weights(result, expected)
+    assert main(["convert", str(tmp_path / "run.ckpt"), str(tmp_path / "out.ckpt")]) == 0
+    state = torch.load(tmp_path / "out.ckpt", weights_only=False)["state_dict"]
+    module = Prototypes(optimizer)
+    module.load_state_dict(state, strict=True)
+    assert_same_weights(weights(module), expected)
+
+
 class Sparse(Classifier):
     """An embedding with sparse gradients."""
 
@@ -404,6 +466,9 @@ def test_ranks_with_fewer_evaluation_batches(num_samples: int) -> None:
     [
         ({"zero_stage": 4}, "Use 0, 1, 2 or 3"),
         ({"zero_stage": True}, "Use 0, 1, 2 or 3"),
+        ({"zero_stage": 2.0}, "Use 0, 1, 2 or 3"),
+        ({"zero_stage": 3, "keep_gathered": "false"}, "True or False"),
+        ({"zero_stage": 2, "reduce_every_microbatch": 0}, "True or False"),
         ({"zero_stage": 3, "data_replicate_size": 0}, "at least 1"),
         ({"zero_stage": 2, "keep_gathered": True}, "zero_stage=3"),
         ({"zero_stage": 1, "reduce_every_microbatch": True}, "zero_stage=2"),
