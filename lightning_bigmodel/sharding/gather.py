@@ -242,6 +242,7 @@ class ParameterShards(ZeroShards):
                 own = self._on_device(flat, flat.dtype)
                 rows.unpack(rows.gather(own).wait(), [parameter.data for parameter in parameters])
             unit.is_present = True
+            unit.versions = {id(parameter): parameter._version for parameter in unit.parameters}
 
     def give_up(self) -> None:
         """After a failure: ordinary parameters of the right shape that hold one NaN. No communication."""
