@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bigmodel.mesh.value_free import VALUE_FREE
 from lightning_bigmodel.pipeline.trace import LeafSpec, StepTrace
 from lightning_bigmodel.pipeline.tree import leaves, map_leaves, map_tensors, tensor_leaves
 
@@ -110,7 +111,7 @@ class StandIn(Tensor):
         """Run on plain tensors; see the class."""
         operands = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _VALUE_FREE:
+            if func in VALUE_FREE:
                 return func(*args, **(kwargs or {}))
             run = _Active.run
             if run is not None and run.is_live:
@@ -132,48 +133,6 @@ def _read_message(tensor: StandIn) -> str:
         "must use the same values for every batch; values that are needed only at times have to be read in every "
         "step (for example multiplied by zero)."
     )
-
-
-# What asks for shape, dtype or device only.
-_VALUE_FREE = {
-    getattr(Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "is_cuda",
-        "itemsize",
-    )
-} | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.get_device,
-    Tensor.__len__,
-    Tensor.new_zeros,
-    Tensor.new_ones,
-    Tensor.new_full,
-    Tensor.new_empty,
-    Tensor.new_tensor,
-    torch.zeros_like,
-    torch.ones_like,
-    torch.full_like,
-    torch.empty_like,
-    torch.rand_like,
-    torch.randn_like,
-    torch.is_floating_point,
-    torch.numel,
-}
 
 
 def stand_in(spec: LeafSpec, device: torch.device, unit_name: str, *, own_memory: bool) -> Tensor:

@@ -54,9 +54,6 @@ class GradientPlaces:
     def show(self) -> None:
         """The window is over: let user code see gradients."""
 
-    def discard(self) -> None:
-        """The window is over, or its gradients were erased."""
-
 
 class GradientWindow:
     """Gradients between two optimizer steps.
@@ -113,11 +110,6 @@ class GradientWindow:
         self._total += weight
         self._dirty = True
         return weight / self._reference
-
-    def discard(self) -> None:
-        """Forget the window: the host has erased the gradients."""
-        self._reference, self._total, self._dirty = None, 0.0, False
-        self._places.discard()
 
     @torch.no_grad()
     def synchronize(self) -> None:

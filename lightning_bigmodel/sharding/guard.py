@@ -12,72 +12,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bigmodel.mesh.value_free import VALUE_FREE
+
 __all__ = ["AbsentParameter", "RowGradient", "mark_absent", "mark_present"]
 
-# What reads no values: shape, dtype, device, gradient slots, hooks.
-_VALUE_FREE: frozenset[Any] = frozenset(
-    [
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "ndim",
-                "layout",
-                "requires_grad",
-                "is_leaf",
-                "grad_fn",
-                "grad",
-                "itemsize",
-                "nbytes",
-                "is_cuda",
-                "is_cpu",
-                "is_meta",
-                "is_sparse",
-                "is_quantized",
-                "is_mps",
-                "_version",
-                "_backward_hooks",
-                "_post_accumulate_grad_hooks",
-            )
-        ),
-        *(
-            getattr(Tensor, name).__set__
-            for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-        ),
-        getattr(Tensor, "grad").__delete__,  # noqa: B009  # the descriptor, not the attribute
-        Tensor.size,
-        Tensor.stride,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.is_contiguous,
-        Tensor.get_device,
-        Tensor.requires_grad_,
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        Tensor.__len__,
-        Tensor.__hash__,
-        Tensor.new_zeros,
-        Tensor.new_ones,
-        Tensor.new_full,
-        Tensor.new_empty,
-        Tensor.new_tensor,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        torch.empty_like,
-        torch.rand_like,
-        torch.randn_like,
-        torch.is_floating_point,
-        torch.numel,
-    ]
-)
+# Besides: gradient slots and hooks, which a parameter keeps while its values are away.
+_VALUE_FREE: frozenset[Any] = VALUE_FREE | {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "grad",
+            "nbytes",
+            "is_cpu",
+            "is_meta",
+            "is_sparse",
+            "is_quantized",
+            "is_mps",
+            "_version",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+        )
+    ),
+    *(
+        getattr(Tensor, name).__set__
+        for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    ),
+    getattr(Tensor, "grad").__delete__,  # noqa: B009  # the descriptor, not the attribute
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.__hash__,
+}
 
 
 class AbsentParameter(nn.Parameter):

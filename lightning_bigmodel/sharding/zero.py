@@ -291,14 +291,6 @@ class ZeroShards:
         held = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
         self.publish([p for p in self.trained() if id(self.shards[id(p)]) in held])
 
-    def load_rows(self, values: Mapping[str, Tensor]) -> None:
-        """Set shards, by parameter name, from this rank's rows. `publish` must follow."""
-        self.land()
-        by_name = self.by_name()
-        with torch.no_grad():
-            for name, rows in values.items():
-                by_name[name].copy_(rows)
-
     def restore(self) -> None:
         """Ordinary whole parameters again, in the type of the shards. Collective where that differs."""
         self.take_changes()

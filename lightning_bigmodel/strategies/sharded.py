@@ -170,7 +170,8 @@ class ShardedRun(GradientPlaces):
         """Whole parameters again; optimizers keep their row shards. Collective."""
         for reducer in self._reducers:
             reducer.close()
-        self.discard()
+        self.hide()
+        self.shards.start_window()
         self.shards.restore()
         self._close_states()
 
@@ -270,11 +271,6 @@ class ShardedRun(GradientPlaces):
                 shown = RowGradient.wrap(gradient, parameter.shape, gather, record.rows, parameter)
                 parameter.grad = shown
                 self._shown[id(parameter)] = (parameter, shown)
-
-    @override
-    def discard(self) -> None:
-        self.hide()
-        self.shards.start_window()
 
     def hide(self) -> None:
         """Before the next backward: take off what `show` has set."""
