@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import faulthandler
 import importlib.util
+import io
 import multiprocessing
 import os
 import pickle
@@ -159,6 +160,10 @@ def rank_main(setup: RankSetup, parent: Connection, stdout: Connection, stderr: 
     for stream, descriptor in ((stdout, 1), (stderr, 2)):
         os.dup2(stream.fileno(), descriptor)
         stream.close()
+    for text in (sys.stdout, sys.stderr):
+        # A line is written whole: with `PYTHONUNBUFFERED`, `print` writes text and line end apart, and ranks mix them.
+        if isinstance(text, io.TextIOWrapper):
+            text.reconfigure(line_buffering=True, write_through=False)
     stack_file = open(setup.stack_path, "w")  # noqa: SIM115 - stays open for as long as the process lives
     faulthandler.register(_STACK_SIGNAL, file=stack_file, all_threads=True)
     os.environ.clear()

@@ -157,6 +157,8 @@ def test_ranks_are_forked_from_one_loaded_server():
 
 
 def speak() -> None:
+    # What `print` hands over as two writes (see PYTHONUNBUFFERED) would come out mixed with the other rank's.
+    assert not sys.stdout.write_through
     print(f"out of rank {dist.get_rank()}")
     print(f"err of rank {dist.get_rank()}", file=sys.stderr)
 
