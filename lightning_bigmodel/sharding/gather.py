@@ -49,7 +49,7 @@ class Unit:
     waiting: list[Pending] = field(default_factory=list, repr=False)
     versions: dict[int, int] = field(default_factory=dict, repr=False)  # of parameters, when they became whole
     is_present: bool = False
-    stays: bool = False  # for whole passes: used without a call of its modules, or several times
+    stays: bool = False  # for whole passes: no call of one module announces its use
 
 
 class ParameterShards(ZeroShards):
@@ -68,7 +68,8 @@ class ParameterShards(ZeroShards):
         copies: Keeps rows and their gradients on the host; each gather then copies this rank's rows to the device.
 
     Memory kept: the rows; while computing, the unit at work and the next one. Communication a micro-batch: each unit's
-    parameters once in forward and once in backward, and a reduce-scatter of its gradients.
+    parameters once in forward and once in backward, and a reduce-scatter of its gradients; besides two bytes a unit at
+    the end of a forward, by which ranks whose branches differ ask for more.
     """
 
     def __init__(
@@ -143,6 +144,21 @@ class ParameterShards(ZeroShards):
         for parameter in unit.parameters:
             mark_present(parameter)
             unit.versions[id(parameter)] = parameter._version
+
+    def gather_again(self, unit: Unit, *, keep: bool) -> None:
+        """Send a unit's rows once more, whether or not it is whole here. Collective.
+
+        Args:
+            unit: The unit.
+            keep: Whether it is to be whole here afterwards; else it is as before.
+        """
+        if unit.is_present:
+            self._take_written(unit)
+        elif keep:
+            self.finish_gather(unit)
+            return
+        for parameters, rows, flat in unit.messages:
+            rows.gather(self._on_device(flat, self.wholes[id(parameters[0])].dtype)).wait()
 
     @torch.no_grad()
     def _take_written(self, unit: Unit) -> None:

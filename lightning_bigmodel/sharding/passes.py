@@ -3,6 +3,10 @@
 Each pass issues one sequence of messages that all ranks agree on. A rank that needs a unit first goes through the
 messages before it, and at the end of the pass through those that are left; so ranks that take different branches, or
 have no micro-batch at all, still issue the same ones.
+
+A rank that needs a unit again, after it was given up, asks for it: it goes through all messages that are left and then
+meets the other ranks at the end of their pass, where all send that unit once more. From then on the unit stays for
+whole passes of that kind (training, or evaluation) on every rank, so that nobody has to ask for it a second time.
 """
 
 from __future__ import annotations
@@ -46,7 +50,10 @@ class GatherPasses:
         self._microbatch: Any = None
         self._forward_in_progress: Any = _NONE
         self._calls: dict[Any, Counter[Unit]] = {}
-        self._pins: dict[Any, set[Unit]] = {}  # stay to the end of this micro-batch's pass
+        self._pins: set[Unit] = set()  # stay to the end of this pass
+        # Stay for whole passes of evaluation, and of training: used several times, or without a call of their modules.
+        self._kept = tuple({unit for unit in units if unit.stays} for _ in range(2))
+        self._trains = self._is_backward = False
         self._reduces = reduce_every_microbatch
         self.reducer = BucketReducer(
             shards,
@@ -61,7 +68,7 @@ class GatherPasses:
         # Units that stay for whole passes get gradients until the end.
         return [
             bucket
-            for unit in sorted(self._backward_order, key=lambda unit: unit.stays)
+            for unit in sorted(self._backward_order, key=lambda unit: unit in self._kept[True])
             for parameters, _, _ in unit.messages
             if (bucket := [parameter for parameter in parameters if id(parameter) in wanted])
         ]
@@ -71,7 +78,7 @@ class GatherPasses:
     @contextmanager
     def forward(self, microbatch: Any) -> Iterator[None]:
         """One forward; `microbatch` tells it from others whose backward has not come yet. Collective."""
-        trains = torch.is_grad_enabled()
+        self._trains = trains = torch.is_grad_enabled()
         self._uses = []
         self._forward_in_progress = microbatch
         try:
@@ -80,22 +87,29 @@ class GatherPasses:
         except BaseException:
             self.abandon()
             raise
-        self._end()
+        self._end_forward()
         self._forward_in_progress = _NONE
         if not trains:
-            del self._calls[microbatch], self._pins[microbatch]
+            del self._calls[microbatch]
         elif not self._is_learned:
-            self._learn(self._pins[microbatch])
+            self._learn()
 
     def _begin_forward(self, microbatch: Any) -> None:
-        self._calls[microbatch], self._pins[microbatch] = Counter(), set()
+        self._calls[microbatch] = Counter()
+        self._is_backward = False
         self._begin(self._forward_order, microbatch)
+
+    def _end_forward(self) -> None:
+        self._finish_sequence()
+        while self._settle():
+            pass
+        self._end()
 
     def begin_backward(self, microbatch: Any) -> None:
         """A backward begins. Collective."""
-        self._pins.setdefault(microbatch, set())
         if self._forward_in_progress is not _NONE:
-            self._end()  # manual optimization: backward within the step, which goes on afterwards
+            self._end_forward()  # manual optimization: backward within the step, which goes on afterwards
+        self._trains = self._is_backward = True
         if self._reduces:
             self.reducer.open()
         self._begin(self._backward_order, microbatch, reduces=self._reduces)
@@ -110,7 +124,6 @@ class GatherPasses:
         if self._reduces:
             self.reducer.flush()
         self._calls.pop(microbatch, None)
-        self._pins.pop(microbatch, None)
         if self._forward_in_progress is not _NONE:
             self._begin_forward(self._forward_in_progress)
 
@@ -118,15 +131,16 @@ class GatherPasses:
         """Forget passes that failed, and give their memory up. No communication."""
         self._shards.active, self._forward_in_progress = None, _NONE
         self._calls.clear()
-        self._pins.clear()
         self.reducer.abandon()
         self._shards.drop_all()
 
     def _begin(self, order: list[Unit], microbatch: Any, *, reduces: bool = False) -> None:
         self._shards.active, self._microbatch = self, microbatch
         self._next = 0
-        gathers: list[tuple[Unit, int | None]] = [(unit, None) for unit in order if not unit.stays]
-        self._sequence = [(unit, None) for unit in order if unit.stays]
+        self._pins = set()
+        kept = self._kept[self._trains]
+        gathers: list[tuple[Unit, int | None]] = [(unit, None) for unit in order if unit not in kept]
+        self._sequence = [(unit, None) for unit in order if unit in kept]
         if reduces:
             unit_of = self._shards.unit_of
             reductions = [(unit_of[id(b[0])], index) for index, (b, _) in enumerate(self.reducer.buckets)]
@@ -139,13 +153,16 @@ class GatherPasses:
         else:
             self._sequence += gathers
         for unit in order:
-            if unit.stays or unit in self._pins[microbatch]:
+            if unit in kept:
                 self.need(unit)
+
+    def _finish_sequence(self) -> None:
+        while self._next < len(self._sequence):
+            self._issue()
 
     def _end(self) -> None:
         shards = self._shards
-        while self._next < len(self._sequence):
-            self._issue()
+        self._finish_sequence()
         shards.active = None
         for unit in self.units:
             if not shards.keep_gathered:
@@ -153,7 +170,27 @@ class GatherPasses:
             elif unit.waiting:
                 shards.finish_gather(unit)
 
-    def _learn(self, pinned: set[Unit]) -> None:
+    def _settle(self, wanted: Unit | None = None) -> bool:
+        """Send units that ranks ask for out of the sequence; whether there were any. Collective: a byte or two a unit.
+
+        Args:
+            wanted: What this rank asks for.
+        """
+        order, kept = list(self.units), self._kept[self._trains]
+        flags = [unit in self._pins for unit in order] + [unit is wanted for unit in order]
+        numbers = torch.tensor(flags, dtype=torch.uint8)  # of the host: what to do next must not wait for the device
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._shards.group)
+        flags = [bool(flag) for flag in numbers.tolist()]
+        new = {unit for unit, flag in zip(order, flags, strict=False) if flag} - kept
+        if new:
+            kept |= new
+            self.reducer.divide_again()
+        asked = [unit for unit, flag in zip(order, flags[len(order) :], strict=True) if flag]
+        for unit in asked:
+            self._shards.gather_again(unit, keep=unit is wanted)
+        return bool(asked)
+
+    def _learn(self) -> None:
         """Take the order in which the first rank used its units; all ranks must have one."""
         order, group = list(self.units), self._shards.group
         uses = self._uses
@@ -164,10 +201,6 @@ class GatherPasses:
         dist.broadcast(numbers, group=group, group_src=0)
         chosen = [order[index] for index in numbers.tolist()]
         self._forward_order, self._backward_order = chosen[: len(order)], chosen[len(order) :]
-        stays = torch.tensor([int(unit.stays or unit in pinned) for unit in order], device=device)
-        dist.all_reduce(stays, dist.ReduceOp.MAX, group=group)
-        for unit, flag in zip(order, stays.tolist(), strict=True):
-            unit.stays = bool(flag)
         self.reducer.divide_again()
         self._is_learned = True
 
@@ -198,17 +231,35 @@ class GatherPasses:
             if waiting_for in self._sequence[self._next :]:
                 while not unit.waiting:
                     self._issue()
-            elif unit in self._uses:  # given up too early: it is used several times
-                self._pins[self._microbatch].add(unit)
+            else:
+                self._ask_for(unit)
         self._uses.append(unit)
         shards.finish_gather(unit)
         self._reduce_complete()
         if self._next < len(self._sequence) and self._sequence[self._next][1] is None:
             self._issue()
 
+    def _ask_for(self, unit: Unit) -> None:
+        """A unit is needed after its message: it was given up, or passed over for another one that was."""
+        if self._is_backward:
+            raise RuntimeError(
+                f"Backward needs the parameters of `{unit.name}` after they were given up: something other than the "
+                "calls of its modules uses them there, such as an autograd function that reads a weight in its "
+                "backward. With `zero_stage=3` give `keep_gathered=True`, which keeps parameters for the whole step, "
+                "or use `zero_stage=2`."
+            )
+        if unit in self._uses:
+            self._pins.add(unit)
+        while self._next < len(self._sequence):
+            passed, _ = self._sequence[self._next]
+            self._issue()
+            self._shards.drop(passed)  # one at a time: what is used later is asked for too
+        while not unit.is_present:
+            self._settle(unit)
+
     def pin(self, unit: Unit) -> None:
         """Make a unit whole for the rest of the pass, and for its backward: no call announces its use."""
-        self._pins[self._microbatch].add(unit)
+        self._pins.add(unit)
         self.need(unit)
 
     def note_call(self, units: Sequence[Unit], inputs: Sequence[Tensor]) -> None:
@@ -230,7 +281,7 @@ class GatherPasses:
             self._shards.drop(unit)
 
     def _is_kept(self, unit: Unit) -> bool:
-        return unit.stays or self._shards.keep_gathered or unit in self._pins[self._microbatch]
+        return unit in self._kept[self._trains] or self._shards.keep_gathered or unit in self._pins
 
     def before_backward(self, units: Sequence[Unit]) -> Any:
         """A hook for what the units put out."""

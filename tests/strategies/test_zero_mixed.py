@@ -193,6 +193,81 @@ def test_branches_of_some_ranks(settings: dict[str, Any]) -> None:
         assert [bool(count) for count in result["moments"]] == [bool(count) for count in expected["moments"]]
 
 
+class Routes(LightningModule):
+    """Each sample takes its own way through the blocks: twice through one, in another order, past its call."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+        self.how = how
+
+    def forward(self, sample: Tensor, number: int) -> Tensor:
+        """(16,) -> (1, 3)."""
+        hidden, own, how = sample[None], number % 4, self.how
+        if how == "penalty":
+            hidden = hidden * self.blocks[number % 2][0].weight.square().mean()
+        if how == "order":
+            for index in range(4):
+                hidden = hidden + self.blocks[(index + own) % 4](hidden)
+        elif how == "one":
+            hidden = hidden + self.blocks[own](hidden)
+        elif how == "long" and not self.training:
+            for _ in range(1 + own):  # as the generation of texts of several lengths
+                for block in self.blocks:
+                    hidden = hidden + block(hidden)
+        else:
+            for index, block in enumerate(self.blocks):
+                hidden = hidden + block(hidden)
+                again = {"twice": index == own, "late": number >= 8 and index == own and number % 2 == 0}
+                if again.get(how):
+                    hidden = hidden + block(hidden)
+            if how == "penalty":
+                hidden = hidden * self.blocks[number % 2][0].weight.square().mean()
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """The mean loss of the samples."""
+        logits = torch.cat([self(x, int(n)) for x, n in zip(batch[0], batch[2], strict=True)])
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Logs the same."""
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        """With momentum: one wrong gradient stays."""
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def routes(strategy: Any, devices: int, batch_size: int, how: str) -> dict[str, Any]:
+    """Train and validate; a batch is one sample for each of two data ranks."""
+    module = Routes(how)
+    generator = torch.Generator().manual_seed(4)
+    data = TensorDataset(
+        torch.randn(16, 16, generator=generator), torch.randint(0, 3, (16,), generator=generator), torch.arange(16)
+    )
+    run = trainer(strategy, devices, max_epochs=2)
+    run.fit(module, DataLoader(data, batch_size=batch_size), DataLoader(data, batch_size=batch_size))
+    return {**weights(module), "val_loss": float(run.callback_metrics["val_loss"])}
+
+
+def _routes(devices: int, settings: dict[str, Any], how: str) -> dict[str, Any]:
+    return routes(BigModelStrategy(**settings), devices, 1, how)
+
+
+@pytest.mark.parametrize("how", ["twice", "late", "one", "order", "penalty", "long"])
+@pytest.mark.parametrize("settings", [{"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 3, "keep_gathered": True}])
+def test_ranks_may_use_blocks_differently(settings: dict[str, Any], how: str) -> None:
+    """Parameters put together once more on one rank only: another rank's message in their place, or a hang."""
+    expected = routes("auto", 1, 2, how)
+    for result in run_ranks(_routes, 2, 2, settings, how):
+        for name, value in expected.items():
+            np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 class Skips(LightningModule):
     """Leaves marked samples out, and has no loss where none is left."""
 
