@@ -6,6 +6,7 @@ so that the plain-torch packages can use this module.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,32 @@ def in_backward() -> bool:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward in progress ends (torch 2.11 - 2.14; FSDP2 uses the same call)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def forward_hooks(module: Any) -> tuple[list[tuple[Any, bool]], list[tuple[Any, bool]]]:
+    """A module's forward pre-hooks and forward hooks, each with whether it takes keyword arguments too."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    takes_before, takes_after = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
+    return (
+        [(hook, key in takes_before) for key, hook in before.items()],
+        [(hook, key in takes_after) for key, hook in after.items()],
+    )
+
+
+def checkpoint_region() -> Any:
+    """The outermost `torch.utils.checkpoint.checkpoint` call this code runs in, as an object to compare; None if none."""
+    region = None
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            region = frame
+        frame = frame.f_back
+    return region
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks on the gradient of `tensor` are registered."""
+    return bool(tensor._backward_hooks)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

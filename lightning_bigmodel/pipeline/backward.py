@@ -122,7 +122,7 @@ class SplitBackward:
         if not edges:
             return
         parameters = list(group.parameters.values())
-        with self._held(nodes if len(nodes) > 1 else []):
+        with self._held(nodes):
             # Several groups may share parts of the graph: none may free it.
             found = torch.autograd.grad(edges, parameters, seeds, retain_graph=True, allow_unused=True)
         for parameter, gradient in zip(parameters, found, strict=True):
@@ -131,7 +131,7 @@ class SplitBackward:
 
     @contextmanager
     def _held(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Whatever arrives at these nodes from one another is replaced by what arrived in the first half."""
+        """What arrives at these nodes is what did in the first half: nothing of one another, no tensor's hook again."""
         with ExitStack() as hooks:
             for node in nodes:
                 hooks.callback(node.register_prehook(lambda _, kept=self._arrived[node]: kept).remove)

@@ -9,7 +9,7 @@ is an ordinary one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.mesh.value_free import VALUE_FREE
 from lightning_bigmodel.pipeline.trace import LeafSpec, StepTrace
 from lightning_bigmodel.pipeline.tree import leaves, map_leaves, map_tensors, tensor_leaves
@@ -170,6 +172,9 @@ class StageRun:
             key: as_output(tensor, own_memory=key[0] in self.plan.touched)
             for key, tensor in zip(self.plan.received, self.inputs, strict=True)
         }
+        for tensor in self._arrived.values():
+            if tensor.requires_grad:
+                tensor.register_hook = _no_hook  # type: ignore[method-assign]
         # Code before the first block belongs to the first stage; code between two blocks to the stage of the later one.
         self.is_live = self.plan.first == 0
 
@@ -229,9 +234,11 @@ class StageRun:
             return stand_in(leaf, self.device, name, own_memory=position in self.plan.touched)
 
         output = map_leaves(fill, self.plan.trace.units[position].output)
-        output = _with_hooks(module, output, args, kwargs)
+        _show_to_hooks(module, output, args, kwargs)
         if position == self.plan.first - 1:
             self.is_live = True
+            for tensor in self._arrived.values():
+                tensor.__dict__.pop("register_hook", None)
         return output
 
     def _keep(self, position: int, output: Any) -> None:
@@ -253,23 +260,36 @@ class StageRun:
     def sent_tensors(self) -> list[Tensor]:
         """What leaves the stage, in the order of `plan.sent`; values only passing through are the received leaves."""
         received = dict(zip(self.plan.received, self.inputs, strict=True))
+        for key, tensor in self._arrived.items():
+            # The first code after the unit that made it runs here: its hook is for the gradients of later stages too.
+            if key not in self.outputs and _host.has_gradient_hooks(tensor):
+                received[key] = tensor
         return [self.outputs[key] if key in self.outputs else received[key] for key in self.plan.sent]
 
 
-def _with_hooks(module: nn.Module, output: Any, args: Any, kwargs: Any) -> Any:
-    """Run the forward hooks users registered on a unit although it does not compute here: they may keep its output."""
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        return output
-    had = "forward" in module.__dict__
-    previous = module.__dict__.get("forward")
-    module.__dict__["forward"] = lambda *_, **__: output
-    try:
-        return nn.Module.__call__(module, *args, **kwargs)
-    finally:
-        if had:
-            module.__dict__["forward"] = previous
+def _no_hook(hook: Any) -> RemovableHandle:
+    """In place of `register_hook` of what has arrived, while code of earlier stages is passed through.
+
+    The stage that made the tensor runs that code too, and its hook sees the gradients of all stages.
+    """
+    return RemovableHandle(OrderedDict())
+
+
+def _show_to_hooks(module: nn.Module, output: Any, args: Any, kwargs: Any) -> None:
+    """Run the forward hooks users registered on a unit although it does not compute here: they may keep its output.
+
+    They get a copy, as they have seen and perhaps changed the output already, where the unit computed.
+    """
+    before, after = _host.forward_hooks(module)
+    for hook, takes_kwargs in before:
+        if takes_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
         else:
-            del module.__dict__["forward"]
+            changed = hook(module, args)
+            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+    shown = map_tensors(Tensor.clone, output) if after else output
+    for hook, takes_kwargs in after:
+        hook(module, args, kwargs, shown) if takes_kwargs else hook(module, args, shown)
 
 
 class _Active:

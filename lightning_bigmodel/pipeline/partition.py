@@ -103,7 +103,9 @@ def cut_points(trace: StepTrace, num_stages: int) -> list[int]:
     starts = [position for position, call in enumerate(trace.units) if call.is_block]
     if len(starts) < num_stages:
         raise PartitionError(
-            f"This layout needs {num_stages} pipeline stages, but only {len(starts)} blocks are called in this step."
+            f"This layout needs {num_stages} pipeline stages, but stages can begin only at {len(starts)} blocks of "
+            "this step. (Blocks that one `torch.utils.checkpoint.checkpoint` call runs stay together: checkpoint them one "
+            "by one.)"
         )
     return balance(unit_costs(trace), starts, num_stages)
 

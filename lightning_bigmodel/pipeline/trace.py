@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_bigmodel import _host
 from lightning_bigmodel._host import FakeTensorMode
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
 from lightning_bigmodel.pipeline.dataflow import Dataflow, FlowRecord, PythonReads
@@ -59,7 +60,7 @@ class UnitCall:
         name: Its module name.
         nth: 0 for the first call of this module in the step, 1 for the second, ...
         output: The returned structure with a `LeafSpec` in place of each tensor.
-        is_block: Whether a stage may begin here.
+        is_block: Whether a stage may begin here: not within a checkpointed function, which backward runs as a whole.
         flops: Floating-point operations of one forward (multiply-adds counted as two), with the code between the
             previous unit and this one.
         saved_bytes: Bytes kept for backward by the same code.
@@ -286,6 +287,8 @@ class _Recorder:
         self._flow, self._candidates, self._blocks = flow, candidates, blocks
         self._counts: Counter[nn.Module] = Counter()
         self._stack: list[tuple[nn.Module, bool]] = []
+        self._region: Any = None  # the checkpointed function the unit at work lies in
+        self._last_region: Any = None  # that of the unit before
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -303,6 +306,7 @@ class _Recorder:
         self._refuse_reentrant(module)
         owns_parameters = next(module.parameters(), None) is not None
         self._stack.append((module, owns_parameters))
+        self._region = _host.checkpoint_region()
         if owns_parameters:
             self._flow.enter(len(self.calls), module, (args, kwargs))
 
@@ -337,7 +341,9 @@ class _Recorder:
             return leaf
 
         output_spec = map_leaves(describe, output)
-        self.calls.append(UnitCall(module, name, self._counts[module], output_spec, module in self._blocks))
+        is_block = module in self._blocks and (self._region is None or self._region is not self._last_region)
+        self.calls.append(UnitCall(module, name, self._counts[module], output_spec, is_block))
+        self._last_region = self._region
         self._counts[module] += 1
 
     def _works_on_units(self, args: Any, kwargs: Any, output: Any) -> bool:

@@ -207,6 +207,75 @@ class FeatureHook(OwnModule):
         return F.mse_loss(hidden, targets) + 0.1 * self.kept.square().mean()
 
 
+class ChangingHooks(OwnModule):
+    """Hooks that change what blocks take and return, in place or not, and a second one that keeps the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _chain()
+        self.kept: list[Tensor] = []
+
+    def setup(self, stage: str) -> None:
+        """Registers them on a block of each stage."""
+        for block in (self.blocks[0], self.blocks[-1]):
+            block.register_forward_pre_hook(lambda module, args: args[0] * 0.5)
+            block.register_forward_hook(lambda module, args, output: output * 1.5)
+            block.register_forward_hook(lambda module, args, kwargs, output: self.kept.append(output), with_kwargs=True)
+        self.blocks[1].register_forward_hook(lambda module, args, output: output.mul_(0.5))
+
+    def loss(self, batch: Any) -> Tensor:
+        """Regression with residual connections, so that early outputs pass all cuts."""
+        hidden, targets = batch
+        self.kept.clear()
+        outputs = []
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+            outputs.append(hidden)
+        return F.mse_loss(sum(outputs, torch.zeros(())), targets) + 0.1 * self.kept[0].square().mean()
+
+
+class GradientHooks(OwnModule):
+    """Hooks on the gradients of blocks' outputs and of sums of them, which later stages use too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _chain()
+
+    def loss(self, batch: Any) -> Tensor:
+        """Regression."""
+        hidden, targets = batch
+        outputs = []
+        for block in self.blocks:
+            output = block(hidden)
+            hidden = hidden + output
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * 2.0)
+                hidden.register_hook(lambda gradient: gradient * 0.7)
+            outputs.append(output)
+        return F.mse_loss(hidden + sum(outputs, torch.zeros(())), targets)
+
+
+class CheckpointedGroups(OwnModule):
+    """Functions of several blocks that are recomputed as a whole: no stage may begin inside of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))
+
+    def loss(self, batch: Any) -> Tensor:
+        """Regression; groups of three, one, two, and two blocks, where equal stages would begin at 2, 4 and 6."""
+        hidden, targets = batch
+
+        def run(hidden: Tensor, first: int, last: int) -> Tensor:
+            for block in self.blocks[first:last]:
+                hidden = hidden + block(hidden)
+            return hidden
+
+        for first, last in ((0, 3), (3, 4), (4, 6), (6, 8)):
+            hidden = checkpoint(run, hidden, first, last, use_reentrant=False)
+        return F.mse_loss(hidden, targets)
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +377,9 @@ class ReturnsOpaque(OwnModule):
 HABITS: dict[str, Callable[[], OwnModule]] = {
     module.__name__: module
     for module in (
+        ChangingHooks,
+        GradientHooks,
+        CheckpointedGroups,
         DistributionVAE,
         Edits,
         EditsInside,
