@@ -123,7 +123,7 @@ def forward_hooks(module: Any) -> tuple[list[tuple[Any, bool]], list[tuple[Any, 
 
 
 def checkpoint_region() -> Any:
-    """The outermost `torch.utils.checkpoint.checkpoint` call this code runs in, as an object to compare; None if none."""
+    """The outermost `torch.utils.checkpoint.checkpoint` call around this code, as an object to compare, or None."""
     region = None
     frame: Any = sys._getframe()
     while frame is not None:

@@ -260,10 +260,8 @@ class StageRun:
     def sent_tensors(self) -> list[Tensor]:
         """What leaves the stage, in the order of `plan.sent`; values only passing through are the received leaves."""
         received = dict(zip(self.plan.received, self.inputs, strict=True))
-        for key, tensor in self._arrived.items():
-            # The first code after the unit that made it runs here: its hook is for the gradients of later stages too.
-            if key not in self.outputs and _host.has_gradient_hooks(tensor):
-                received[key] = tensor
+        # The first code after the unit that made it may run here: its hook is for the gradients of later stages too.
+        received |= {key: tensor for key, tensor in self._arrived.items() if _host.has_gradient_hooks(tensor)}
         return [self.outputs[key] if key in self.outputs else received[key] for key in self.plan.sent]
 
 

@@ -104,8 +104,8 @@ def cut_points(trace: StepTrace, num_stages: int) -> list[int]:
     if len(starts) < num_stages:
         raise PartitionError(
             f"This layout needs {num_stages} pipeline stages, but stages can begin only at {len(starts)} blocks of "
-            "this step. (Blocks that one `torch.utils.checkpoint.checkpoint` call runs stay together: checkpoint them one "
-            "by one.)"
+            "this step. (Blocks within one call of `torch.utils.checkpoint.checkpoint` stay together: checkpoint them "
+            "one by one.)"
         )
     return balance(unit_costs(trace), starts, num_stages)
 

@@ -36,7 +36,14 @@ class StateFolder:
 
     def __init__(self, path: str | Path, rank: int) -> None:
         self.path = Path(path) / f"rank_{rank}"
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"The folder `{self.path}` for the optimizer state cannot be made: {error.strerror}. Give "
+                "`OffloadPolicy` a `path` that is a folder this user may write, on every machine",
+            ) from error
         marker = self.path / _MARKER
         if not marker.exists() and (others := sorted(file.name for file in self.path.iterdir())):
             raise ValueError(

@@ -68,6 +68,8 @@ class OffloadPolicy:
                 '`offload="disk"` needs a folder for its files. Give one: '
                 '`offload=OffloadPolicy("disk", path="/local/disk/run")`.'
             )
+        if self.path is not None and not isinstance(self.path, (str, Path)):
+            raise ValueError(f"`path={self.path!r}` must be the name of a folder.")
         for name, value in (("path", self.path), ("chunk_bytes", self.chunk_bytes)):
             if self.kind == "cpu" and value is not None:
                 raise ValueError(

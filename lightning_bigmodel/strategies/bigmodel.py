@@ -63,6 +63,7 @@ from lightning_bigmodel.strategies.combinations import (
     check_module,
     check_optimizers,
     check_precision,
+    check_process_group_settings,
 )
 from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile_setting
 from lightning_bigmodel.strategies.manual import ManualOptimization
@@ -185,6 +186,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
         if batch_source not in ("broadcast", "replicated"):
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
+        if not isinstance(schedule, str):
+            raise ValueError(f"`schedule={schedule!r}` must be a name such as '1F1B'.")
+        check_process_group_settings(process_group_backend, timeout)
         check_weight(microbatch_weight)
         check_blocks(blocks)
         if pipeline_parallel_size == 1 and (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -13,7 +15,28 @@ from torch import optim
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["check_callbacks", "check_module", "check_optimizers", "check_precision"]
+__all__ = ["check_callbacks", "check_module", "check_optimizers", "check_precision", "check_process_group_settings"]
+
+
+def check_process_group_settings(backend: Any, timeout: Any) -> None:
+    """Refuse what torch.distributed would not understand, before it starts.
+
+    Raises:
+        ValueError: For an unknown backend or what is no time.
+    """
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ValueError(
+            f"`timeout={timeout!r}` must be a `datetime.timedelta` above zero, such as `timedelta(minutes=30)`."
+        )
+    if backend is None:
+        return
+    names = [part.rpartition(":")[2] for part in backend.split(",")] if isinstance(backend, str) else [None]
+    for name in names:
+        if name is None or not dist.is_backend_available(name):
+            raise ValueError(
+                f"`process_group_backend={backend!r}` is not available here. Leave it out, or use a backend of "
+                "torch.distributed such as 'gloo', or one for each device such as 'cpu:gloo,cuda:nccl'."
+            )
 
 
 def check_precision(precision: Any, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,13 @@ def check_compile_setting(compile_blocks: Any) -> None:
             f"`compile_blocks={compile_blocks!r}` must be True, False, or options of `torch.compile` such as "
             "{'mode': 'max-autotune'}."
         )
+    if isinstance(compile_blocks, Mapping):
+        known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+        unknown = [name for name in compile_blocks if name not in known]
+        if unknown:
+            raise ValueError(
+                f"`compile_blocks` has {unknown[0]!r}, which `torch.compile` does not know. Use {', '.join(known)}."
+            )
 
 
 class CompiledBlocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -156,6 +157,13 @@ def test_a_step_that_swallows_the_border_is_refused(module_class: type[TinyChain
         ({"microbatch_weight": "token"}, "`microbatch_weight='token'`"),
         ({"batch_source": "shared"}, "`batch_source='shared'`"),
         ({"pipeline_parallel_size": 2, "blocks": []}, "`blocks=[]`"),
+        ({"schedule": None}, "`schedule=None`"),
+        ({"timeout": 30}, "`timeout=30` must be a `datetime.timedelta`"),
+        ({"timeout": timedelta(0)}, "above zero"),
+        ({"process_group_backend": "glo"}, "`process_group_backend='glo'`"),
+        ({"process_group_backend": "cpu:gloo,cuda:ncl"}, "not available here"),
+        ({"process_group_backend": 3}, "`process_group_backend=3`"),
+        ({"compile_blocks": {"modes": "default"}}, "'modes', which `torch.compile` does not know"),
     ],
 )
 def test_bad_settings_are_refused_at_construction(settings: dict[str, Any], fault: str) -> None:

@@ -236,6 +236,21 @@ def test_bad_settings(settings: dict[str, Any], said: str) -> None:
         BigModelStrategy(**settings)
 
 
+def _file_for_folder(path: str) -> str:
+    run = trainer(_strategy({"zero_stage": 1, "offload": "disk"}, path), 2)
+    with pytest.raises(OSError, match=r"The folder .* cannot be made: .*a `path` that is a folder") as caught:
+        run.fit(Classifier(), loader(8, 4), loader(8, 4))
+    return str(caught.value)
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    """An error of the system that does not say which setting, on one rank."""
+    with pytest.raises(ValueError, match="`path=3` must be the name of a folder"):
+        OffloadPolicy("disk", path=3)  # type: ignore[arg-type]  # what is tested
+    (tmp_path / "file").touch()
+    assert len(run_ranks(_file_for_folder, 2, str(tmp_path / "file"))) == 2
+
+
 def test_short_name() -> None:
     """A name that is listed, and means something else."""
     strategy = StrategyRegistry.get("bigmodel_zero3_offload")
