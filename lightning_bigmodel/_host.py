@@ -102,6 +102,13 @@ def reduce_scatter_flat(output: torch.Tensor, everything: torch.Tensor, group: A
     return scatter(output, everything, group=group, async_op=True)
 
 
+def device_for_numbers(group: Any, device: torch.device | None) -> torch.device:
+    """Where a few numbers of the host are summed over `group`: there if the group communicates there, else `device`."""
+    kinds = (group or dist.distributed_c10d._get_default_group())._device_types
+    host = torch.device("cpu")
+    return host if host in kinds or device is None else device
+
+
 def in_backward() -> bool:
     """Whether autograd's engine is running on this thread (torch 2.11 - 2.14; no public equal)."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -45,7 +45,7 @@ def test_help_names_every_subcommand_and_option(capsys):
     text = capsys.readouterr().out
     assert all(f"--{name}" in text for name in ("ranks", "steps", "seed", "output", "accelerator"))
     main(["convert", "--help"])
-    assert "[--overwrite] directory output_path" in capsys.readouterr().out
+    assert "[--overwrite] [--ema] directory output_path" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["GradientPlaces", "GradientWindow", "clip_by_norm"]
+from lightning_bigmodel import _host
+
+__all__ = ["GradientPlaces", "GradientWindow", "clip_by_norm", "largest_weight"]
 
 SumTensors = Callable[[Sequence[Tensor], "dist.ProcessGroup | None"], None]
 
@@ -21,6 +23,7 @@ class GradientPlaces:
     """
 
     sums_early = False  # whether gradients of several ranks may be summed before `complete`
+    batches_a_window = 1  # how many are expected, of all ranks
 
     def __init__(self, data_group: dist.ProcessGroup | None) -> None:
         self.data_group = data_group
@@ -45,6 +48,21 @@ class GradientPlaces:
         """What all ranks take weights relative to, given that of a first batch; None: each its own. Collective."""
         return None
 
+    def begin(self) -> None:
+        """The last backward of a window begins, outside of a schedule: sums may start as gradients arrive."""
+
+    def launch(self) -> bool:
+        """Start what `complete` waits for; whether `had_gradient` and `has_late` are known from then on."""
+        return False
+
+    @property
+    def has_late(self) -> bool:
+        """Whether `complete` left something; if so on any rank, all call `add_late`."""
+        return False
+
+    def add_late(self) -> None:
+        """Sum what was left. Collective."""
+
     def settle(self) -> None:
         """The schedule of a batch is over. Collective where states are sharded."""
 
@@ -53,6 +71,17 @@ class GradientPlaces:
 
     def show(self) -> None:
         """The window is over: let user code see gradients."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def largest_weight(weight: float, group: dist.ProcessGroup | None) -> float:
+    """The largest first weight of all ranks, or 1 where none has any. Collective, once a run."""
+    largest = torch.tensor(weight, dtype=torch.float64)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return float(largest) or 1.0
 
 
 class GradientWindow:
@@ -103,10 +132,11 @@ class GradientWindow:
     def add(self, weight: float) -> float:
         """Note one batch; returns the factor by which its gradient enters the sum.
 
-        Weights are taken relative to the window's first batch, so that equal batches enter with exactly 1.
+        Weights are taken relative to that of a window of batches like the first one, so that with equal batches the sum
+        is the mean already.
         """
         if self._reference is None:
-            self._reference = self._places.common_reference(weight) or weight or 1.0
+            self._reference = self._places.common_reference(weight) or weight * self._places.batches_a_window or 1.0
         self._total += weight
         self._dirty = True
         return weight / self._reference
@@ -117,6 +147,9 @@ class GradientWindow:
         if not self._dirty:
             return
         places = self._places
+        agreed: Callable[[], list[float]] | None = None
+        if places.launch() and not self._shared and not self._partial:
+            agreed = self._sum_numbers(self._own_numbers(()))  # under way together with the gradients
         places.complete()
         if self._partial:
             held = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
@@ -128,12 +161,10 @@ class GradientWindow:
                 trained = [p for p in parameters if self._is_trained(p)]
                 tied |= {id(p) for p in trained}
                 self._sum(_filled([places.holder(p) for p in trained]), group)
-        reference, total = self._reference or 1.0, self._total
-        parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
-        parameters, total = self._agree(parameters, total, tied)
-        if (
-            not total
-        ):  # no batch of the window had a loss: a gradient of zero would still move moments and decay weights
+        reference = self._reference or 1.0
+        parameters, total = self._agree(agreed or self._sum_numbers(self._own_numbers(tied)))
+        if not total:
+            # No batch of the window had a loss: a gradient of zero would still move moments and decay weights.
             for parameter in self._parameters:
                 places.holder(parameter).grad = None
             parameters = []
@@ -153,21 +184,43 @@ class GradientWindow:
         self._reference, self._total, self._dirty = None, 0.0, False
         places.show()
 
-    def _agree(
-        self, parameters: list[nn.Parameter], total: float, tied: Collection[int]
-    ) -> tuple[list[nn.Parameter], float]:
+    def _trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _own_numbers(self, tied: Collection[int]) -> list[float]:
+        """The weight of this rank, whether gradients came late, and of which parameters there are any."""
+        places = self._places
+        present = [float(id(p) in tied or places.had_gradient(p)) for p in self._trainable()]
+        return [self._total, float(places.has_late), *present]
+
+    def _agree(self, agreed: Callable[[], list[float]]) -> tuple[list[nn.Parameter], float]:
         """Which parameters have a gradient on any data rank, and the weight of all of them."""
-        device = parameters[0].device if parameters else torch.device("cpu")
-        present = [float(id(p) in tied or self._places.had_gradient(p)) for p in parameters]
-        sums = [total, *present]
-        if self._data_size > 1:
-            numbers = torch.tensor(sums, dtype=torch.float64, device=device)
-            dist.all_reduce(numbers, group=self._places.data_group)
-            sums = numbers.tolist()
-        for parameter, count in zip(parameters, sums[1:], strict=True):
+        places, parameters = self._places, self._trainable()
+        total, late, *counts = agreed()
+        if late:
+            places.add_late()
+        for parameter, count in zip(parameters, counts, strict=True):
             if not count:  # unused everywhere: the optimizer must leave it and its moments alone
-                self._places.holder(parameter).grad = None
-        return [p for p, count in zip(parameters, sums[1:], strict=True) if count], sums[0]
+                places.holder(parameter).grad = None
+        return [p for p, count in zip(parameters, counts, strict=True) if count], total
+
+    def _sum_numbers(self, numbers: list[float]) -> Callable[[], list[float]]:
+        """Start to sum over the data ranks; returns what waits for the result."""
+        if self._data_size == 1:
+            return lambda: numbers
+        group = self._places.data_group
+        # On the host, where it can be: what the device still computes need not be waited for.
+        device = _host.device_for_numbers(group, self._parameters[0].device if self._parameters else None)
+        summed = torch.tensor(numbers, dtype=torch.float64, device=device)
+        work = dist.all_reduce(summed, group=group, async_op=True)
+
+        def wait() -> list[float]:
+            if work is not None:
+                work.wait()
+            found: list[float] = summed.tolist()
+            return found
+
+        return wait
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         return parameter.requires_grad and (self._trained is None or id(parameter) in self._trained())

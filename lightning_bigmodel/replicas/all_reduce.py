@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_reduce_sum"]
+__all__ = ["BUCKET_BYTES", "all_reduce_sum", "buckets_of"]
 
-_BUCKET_BYTES = 25 * 1024 * 1024
+_T = TypeVar("_T", bound=Tensor)
+
+BUCKET_BYTES = 25 * 1024 * 1024
 
 
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+def buckets_of(tensors: Sequence[_T], bucket_bytes: int) -> Iterator[list[_T]]:
     """Consecutive tensors of one dtype and device, up to `bucket_bytes` together; a larger tensor is its own bucket."""
-    bucket: list[Tensor] = []
+    bucket: list[_T] = []
     num_bytes = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -31,7 +34,7 @@ def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tens
 
 @torch.no_grad()
 def all_reduce_sum(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = _BUCKET_BYTES
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
 ) -> None:
     """Replace each tensor by its sum over `group`, in place. Every rank must pass equal shapes in the same order.
 
@@ -46,7 +49,7 @@ def all_reduce_sum(
     if bucket_bytes < 1:
         raise ValueError(f"`bucket_bytes={bucket_bytes}` must be at least 1.")
     pending: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in buckets_of(tensors, bucket_bytes):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             flat = bucket[0]
         else:

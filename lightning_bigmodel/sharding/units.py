@@ -11,7 +11,8 @@ from lightning_bigmodel.sharding.gather import Unit
 
 __all__ = ["find_blocks", "make_units"]
 
-_SMALL_PART = 0.01
+# Of the largest: messages of less take as long as their latency, and keeping them for whole passes costs little.
+_SMALL_PART = 0.1
 
 
 def find_blocks(root: nn.Module) -> dict[str, nn.Module]:

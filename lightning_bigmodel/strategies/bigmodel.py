@@ -68,6 +68,7 @@ from lightning_bigmodel.strategies.combinations import (
 from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile_setting
 from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.predictions import gather_predictions
+from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, mixed_precision_rule, named_blocks
 from lightning_bigmodel.strategies.steps import StepHooks
@@ -412,6 +413,12 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             options = {} if self._compile_blocks is True else dict(self._compile_blocks)
             self._compiled = CompiledBlocks(self._blocks_to_compile(), options)
         self._begin_manual()
+        partial = self._tensor.slices.partial_gradients if self._tensor is not None else []
+        if self._sharded is None and self.mesh.data_size > 1 and not self._is_manual:
+            tied = [parameter for parameters in shared.values() for parameter in parameters]
+            engine.places = ReplicatedGradients(self.mesh, share, [*tied, *partial])
+        divides = self._microbatch_weight != "sum" and not self._is_manual
+        engine.places.batches_a_window = self.mesh.data_size * trainer.accumulate_grad_batches if divides else 1
         self._window = GradientWindow(
             share.owned,
             shared,
@@ -419,8 +426,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             None if planner.first_trace is None else lambda: planner.trained,
             engine.places,
             all_reduce_sum if self._sharded is None else self._sharded.sum_gradients,
-            divides=self._microbatch_weight != "sum" and not self._is_manual,
-            partial=self._tensor.slices.partial_gradients if self._tensor is not None else (),
+            divides=divides,
+            partial=partial,
             partial_group=self.mesh.tensor_group,
         )
 
@@ -532,6 +539,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 self._compiled.restore()
                 self._compiled = None
             self._num_steps = self._engine.num_steps
+            self._engine.places.close()
             with nullcontext() if self._failed else self._phase("teardown"):
                 if self._sharded is not None:
                     (self._sharded.give_up if self._failed else self._sharded.restore)()

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_bigmodel.mesh import RankMesh
 from lightning_bigmodel.pipeline.engine import PipelineEngine
-from lightning_bigmodel.pipeline.gradients import GradientPlaces
+from lightning_bigmodel.pipeline.gradients import GradientPlaces, largest_weight
 from lightning_bigmodel.pipeline.ownership import ParameterShare
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.disk_states import DiskStates
@@ -87,7 +87,10 @@ class ShardedRun(GradientPlaces):
         parts = stage_parts(engine, share, list(held.values()), blocks)
         # One rank alone has all rows: there is nothing to gather.
         if zero_stage == 3 and mesh.layout.data_shard > 1:
-            units_by_stage = [make_units(modules, parameters, list(modules.values())) for modules, parameters in parts]
+            units_by_stage = [
+                make_units(modules, parameters, [module for module in modules.values() if any(module.children())])
+                for modules, parameters in parts
+            ]
             units = distinct_units(units_by_stage)
             self._gathering = ParameterShards(
                 units,
@@ -233,10 +236,7 @@ class ShardedRun(GradientPlaces):
     def common_reference(self, weight: float) -> float:
         # One for the run: ranks' gradients are summed before the total weight of a window is known.
         if self._reference is None:
-            largest = torch.tensor(weight, dtype=torch.float64)
-            if self._mesh.data_size > 1:
-                torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self._mesh.data_group)
-            self._reference = float(largest) or 1.0
+            self._reference = largest_weight(weight, self._mesh.data_group) * self.batches_a_window
         return self._reference
 
     @override

@@ -231,6 +231,8 @@ class StepHooks(StrategyBase):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if not self.engine.is_pipelined:
+            if not self._blocks_sync:
+                self.engine.places.begin()
             self.engine.passes.begin_backward(0)
 
     @override

@@ -62,5 +62,18 @@ def test_every_rank_gets_every_ranks_value_in_few_bytes():
         assert [[float(loss) for loss in part["losses"]] for part in found] == [
             [float(rank + i) for i in range(8)] for rank in range(2)
         ]
-        assert counts["object"][0] == 1
-        assert counts["object"][1] < 800
+        assert counts == {"all_gather": (1, 1024)}
+
+
+def _gather_large() -> tuple[list[Any], dict[str, tuple[int, int]]]:
+    with CollectiveCounter() as counter:
+        found = gather_objects("x" * (3000 * torch.distributed.get_rank()), None)
+    return found, counter.as_dict()
+
+
+def test_large_values_follow_in_one_more_message():
+    """A value cut off where it does not fit, or sent by only those ranks whose own is large."""
+    for found, counts in run_ranks(_gather_large, 2):
+        assert found == ["", "x" * 3000]
+        assert counts["all_gather"][0] == 2
+        assert 3000 < counts["all_gather"][1] < 3100
