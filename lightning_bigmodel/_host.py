@@ -287,6 +287,12 @@ def callbacks(trainer: pl.Trainer) -> list[Any]:
     return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
+def evaluation_loader(trainer: pl.Trainer, index: int) -> Any:
+    """The loader of that index in the evaluation that runs."""
+    combined = trainer._evaluation_loop._combined_loader
+    return None if combined is None else combined.flattened[index]
+
+
 def num_evaluation_batches(trainer: pl.Trainer) -> float:
     """Batches this rank will see in the evaluation or prediction that starts, over all loaders; may be infinite."""
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop

@@ -32,6 +32,7 @@ class LoadPlan:
         model_size: Number of ranks of it.
         data_group: Ranks that load different parts; None if this rank is alone.
         agree_on_end: Ask all of `data_group` before each batch whether anyone has none left.
+        joins: A rank that has none left then goes on with a repeated batch until all are done; else all stop with it.
         replicated: Every rank iterates by itself; else only the source does.
         is_padding: Whether the batch of an index repeats an earlier one.
     """
@@ -42,6 +43,7 @@ class LoadPlan:
     model_size: int
     data_group: dist.ProcessGroup | None
     agree_on_end: bool
+    joins: bool
     replicated: bool
     is_padding: Callable[[int], bool]
 
@@ -85,6 +87,7 @@ class EpochBatches(Iterator[Any]):
         self._finished = False
         self._iterator: Iterator[Any] | None = None
         self._buffered: Loaded | None = None
+        self._last: Any = None  # what a rank without a batch repeats
         self._start_error: Exception | None = None
         if plan.loads and not (plan.replicated and plan.model_size > 1):
             # Here and not at the first `next`, because one process starts workers and draws their seed here.
@@ -97,7 +100,7 @@ class EpochBatches(Iterator[Any]):
             self._on_start()
         loaded = self._load() if self._plan.loads else None
         if loaded is not None and self._plan.agree_on_end:
-            loaded = _agree(loaded, self._plan)
+            loaded = self._agree(loaded)
         if self._plan.replicated:
             assert loaded is not None
             if self._index < _NUM_CHECKED_BATCHES:
@@ -119,6 +122,27 @@ class EpochBatches(Iterator[Any]):
         if self._buffered is None:
             self._buffered = self._load()
         return self._buffered
+
+    def _agree(self, loaded: Loaded) -> Loaded:
+        """What this rank goes on with, given what the other data ranks have. Communication: two numbers a batch."""
+        plan = self._plan
+        counts = torch.tensor([int(loaded.flag == _DRY), int(loaded.flag == _FAILED)])
+        dist.all_reduce(counts, group=plan.data_group)
+        num_dry, num_failed = counts.tolist()
+        if num_failed:
+            return _same_outcome_or_error(loaded, "", plan.data_group)
+        if num_dry and (not plan.joins or num_dry == dist.get_world_size(plan.data_group)):
+            return Loaded(is_end=True)
+        if not plan.joins:
+            return loaded
+        if num_dry and self._index == 0:  # nothing to repeat: the first rank that has a batch lends it
+            batches: list[Any] = [None] * dist.get_world_size(plan.data_group)
+            dist.all_gather_object(batches, (loaded.is_end, None if loaded.is_end else loaded.batch), plan.data_group)
+            self._last = next(batch for is_end, batch in batches if not is_end)
+        if loaded.is_end:
+            return Loaded(batch=self._last, padding=True)
+        self._last = loaded.batch
+        return loaded
 
     def _start(self) -> None:
         try:
@@ -223,15 +247,6 @@ def _message_of(loaded: Loaded, batch_index: int) -> tuple[Message, Loaded]:
         text = "".join(traceback.format_exception(loaded.error))
         return Message(kind="error", batch_index=batch_index, body=text.encode(), tensors=[]), loaded
     return Message(kind="end", batch_index=batch_index, tensors=[]), loaded
-
-
-def _agree(loaded: Loaded, plan: LoadPlan) -> Loaded:
-    """End the epoch on every data rank as soon as one has no batch left: the maximum of one flag before each batch."""
-    flag = torch.tensor(loaded.flag)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=plan.data_group)
-    if flag.item() == _FAILED:
-        return _same_outcome_or_error(loaded, "", plan.data_group)
-    return loaded if flag.item() == _READY else Loaded(is_end=True)
 
 
 def _check_same(loaded: Loaded, batch_index: int, plan: LoadPlan) -> Loaded:

@@ -19,6 +19,7 @@ __all__ = ["MeshLoader"]
 
 _MODES = ("train", "eval", "predict")
 _BATCH_SOURCES = ("broadcast", "replicated")
+_UNEVEN_INPUTS = ("join", "stop")
 
 
 class MeshLoader:
@@ -29,8 +30,9 @@ class MeshLoader:
     larger batch would. In mode `"train"` all ranks give equally many batches, where need be by repeating one
     (`is_padding`); in the other modes every sample comes exactly once. With one data rank the loader is used as it is.
     A loader that has a torch `DistributedSampler`, a loader of an `IterableDataset` and other iterables are never
-    sharded: the user sees to that. When training on these, data ranks may run dry at different times; all stop as soon
-    as one does, for which they exchange one number before each batch (not for map-style loaders of equal length).
+    sharded: the user sees to that. When training on these, data ranks may run dry at different times. With `"join"`
+    those that do repeat their last batch, marked as padding, until all are done; with `"stop"` all stop as soon as one
+    does. For this they exchange two numbers before each batch (not for map-style loaders of equal length).
 
     Over the ranks of a model: with `"broadcast"` the first rank loads and sends each batch when it is asked for; an
     exception of its loader is raised on all of them. With `"replicated"` each rank loads by itself, each batch under
@@ -51,6 +53,8 @@ class MeshLoader:
         data_rank: Index within `data_group`.
         data_size: Number of data ranks.
         mode: What the batches are for.
+        uneven_inputs: What happens where data ranks run dry at different times.
+        keeps_pace: In evaluation too, all data ranks must take equally many batches (of loaders without a length).
         batch_source: How the ranks of a model come to the same batch.
         shard: False leaves the loader unsharded (`use_distributed_sampler=False`).
         init_arguments: Constructor arguments, by name, that a DataLoader subclass does not keep as attributes.
@@ -84,9 +88,11 @@ class MeshLoader:
         mode: Literal["train", "eval", "predict"],
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         shard: bool = True,
+        uneven_inputs: Literal["join", "stop"] = "join",
+        keeps_pace: bool = False,
         init_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_choices(loader, mode, batch_source)
+        _check_choices(loader, mode, batch_source, uneven_inputs)
         own_sampler = distributed_sampler_of(loader)
         if own_sampler is not None and own_sampler.num_replicas != data_size:
             raise ValueError(
@@ -101,8 +107,9 @@ class MeshLoader:
         self._epoch = 0
         self._sharded: ShardedSampler | ShardedBatchSampler | None = None
         self._num_agreed: int | None = None
+        self._hides_length = False
         self._data_size = data_size
-        agree_on_end = False
+        joins, agree_on_end = uneven_inputs == "join" or mode != "train", False
         is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if data_size > 1 and own_sampler is None:
             if shard and is_map_style:
@@ -114,9 +121,15 @@ class MeshLoader:
                     pad=mode == "train",
                     init_arguments=init_arguments,
                 )
-            elif mode == "train":
+            elif mode == "train" or keeps_pace:
                 may_trust_length = is_map_style or isinstance(loader, Sequence)
-                self._num_agreed, agree_on_end = _agree_on_length(loader, data_size, data_group, may_trust_length)
+                lengths = _all_lengths(loader, data_size, data_group)
+                self._hides_length = None in lengths
+                if mode == "train" and not self._hides_length:
+                    self._num_agreed = (max if joins else min)(length or 0 for length in lengths)
+                    agree_on_end = not may_trust_length or len(set(lengths)) > 1
+                else:
+                    agree_on_end = self._hides_length
         self._is_map_style = is_map_style
         self._plan = LoadPlan(
             loader=loader,
@@ -125,6 +138,7 @@ class MeshLoader:
             model_size=1 if model_group is None else dist.get_world_size(model_group),
             data_group=data_group,
             agree_on_end=agree_on_end,
+            joins=joins,
             replicated=batch_source == "replicated",
             is_padding=self._is_padding_here,
         )
@@ -138,6 +152,8 @@ class MeshLoader:
 
     def __len__(self) -> int:
         """Return this rank's number of batches; a TypeError where the wrapped loader has no length."""
+        if self._hides_length:
+            raise TypeError("On some data rank the loader has no length; all go on until all are done.")
         return self._num_agreed if self._num_agreed is not None else len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -262,7 +278,7 @@ class _StatefulMeshLoader(MeshLoader):
         self._loader.load_state_dict(state)  # type: ignore[attr-defined]
 
 
-def _check_choices(loader: object, mode: str, batch_source: str) -> None:
+def _check_choices(loader: object, mode: str, batch_source: str, uneven_inputs: str) -> None:
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise TypeError(
             f"The loader must be an iterable of batches, such as a DataLoader; got {type(loader).__name__}."
@@ -271,19 +287,16 @@ def _check_choices(loader: object, mode: str, batch_source: str) -> None:
         raise ValueError(f"`mode` must be one of {_MODES}, got {mode!r}.")
     if batch_source not in _BATCH_SOURCES:
         raise ValueError(f"`batch_source` must be one of {_BATCH_SOURCES}, got {batch_source!r}.")
+    if uneven_inputs not in _UNEVEN_INPUTS:
+        raise ValueError(f"`uneven_inputs` must be one of {_UNEVEN_INPUTS}, got {uneven_inputs!r}.")
 
 
-def _agree_on_length(
-    loader: object, data_size: int, data_group: dist.ProcessGroup | None, may_trust_length: bool
-) -> tuple[int | None, bool]:
-    """Return the shortest length among the data ranks (None without lengths), and whether to agree on the end."""
+def _all_lengths(loader: object, data_size: int, data_group: dist.ProcessGroup | None) -> list[int | None]:
+    """The loader's length on each data rank, None where it has none. Collective."""
     try:
         length = len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         length = None
     lengths: list[int | None] = [None] * data_size
     dist.all_gather_object(lengths, length, group=data_group)
-    known = [length for length in lengths if length is not None]
-    if len(known) < data_size:
-        return None, True
-    return min(known), not may_trust_length or min(known) != max(known)
+    return lengths

@@ -132,6 +132,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             those of `blocks`, or the model's repeated modules.
         batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
             loads for itself under equal random states, with a check of the first batches.
+        uneven_inputs: Where data ranks run out of training batches at different times, as loaders that the user shards
+            may: `"join"`: those without a batch go on with weight zero until all are done; `"stop"`: all stop with the
+            first.
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
             on CUDA.
         timeout: Longest wait in a collective.
@@ -170,6 +173,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         microbatch_weight: Literal["samples", "equal", "sum"] | Callable[[Any], Any] = "samples",
         compile_blocks: bool | Mapping[str, Any] = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
+        uneven_inputs: Literal["join", "stop"] = "join",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
         accelerator: Accelerator | None = None,
@@ -190,6 +194,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         if not isinstance(schedule, str):
             raise ValueError(f"`schedule={schedule!r}` must be a name such as '1F1B'.")
         check_process_group_settings(process_group_backend, timeout)
+        if uneven_inputs not in ("join", "stop"):
+            raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is not known. Use 'join' or 'stop'.")
         check_weight(microbatch_weight)
         check_blocks(blocks)
         if pipeline_parallel_size == 1 and (
@@ -218,6 +224,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self._schedule, self._blocks = schedule, blocks
         self._microbatch_weight: MicrobatchWeight = microbatch_weight
         self._batch_source: Literal["broadcast", "replicated"] = batch_source
+        self._uneven_inputs: Literal["join", "stop"] = uneven_inputs
         self._process_group_backend, self._timeout = process_group_backend, timeout
         if isinstance(pipeline_parallel_size, int):
             self._microbatches_for(pipeline_parallel_size)
@@ -474,6 +481,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 mode=mode,
                 batch_source=self._batch_source,
                 shard=self._shards_data,
+                uneven_inputs=self._uneven_inputs,
+                keeps_pace=mode == "eval" and self._sharding.zero_stage == 3,
             )
 
     @override

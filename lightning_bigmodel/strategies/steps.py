@@ -138,15 +138,24 @@ class StepHooks(StrategyBase):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("validation_step", (*args, *kwargs.values()))
+        return self._own_evaluation_step("validation_step", (*args, *kwargs.values()))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("test_step", (*args, *kwargs.values()))
+        return self._own_evaluation_step("test_step", (*args, *kwargs.values()))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("predict_step", (*args, *kwargs.values()))
+
+    def _own_evaluation_step(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Nothing for a batch that only keeps this data rank in step with the others."""
+        loader = _host.evaluation_loader(self._trainer(), args[2] if len(args) > 2 else 0)
+        if isinstance(loader, MeshLoader) and len(args) > 1 and loader.is_padding(args[1]):
+            with self._phase(name):
+                self._idle(1)
+            return None
+        return self._evaluation_step(name, args)
 
     def _evaluation_step(self, name: str, args: tuple[Any, ...]) -> Any:
         with self._phase(name):

@@ -40,14 +40,24 @@ def _mesh_kwargs(num_pipe: int = 1) -> dict[str, Any]:
 
 def test_iterables_stop_together() -> None:
     """Guards against a hang when data ranks run dry at different times, and against samples counted twice."""
-    for lengths, epochs in run_ranks(_uneven_iterables, 2):
-        assert epochs == [3, 3, 3]
-        assert lengths == [None, None, 3]
+    for lengths, epochs, _ in run_ranks(_uneven_iterables, 2, "stop", 3):
+        assert epochs == [3, 3, 3, 3]
+        assert lengths == [None, None, 3, None]
 
 
-def _uneven_iterables() -> tuple[list[int | None], list[int]]:
-    kwargs = _mesh_kwargs()
-    num = 3 + 2 * kwargs["data_rank"]
+@pytest.mark.parametrize("fewest", [3, 0])
+def test_iterables_join(fewest: int) -> None:
+    """Batches that are lost, counted twice, or missing where a rank has none at all."""
+    results = run_ranks(_uneven_iterables, 2, "join", fewest)
+    for rank, (lengths, epochs, padding) in enumerate(results):
+        assert epochs == [fewest + 2] * 4
+        assert lengths == [None, None, fewest + 2, None]
+        assert padding == [[False] * fewest + [rank == 0] * 2] * 4
+
+
+def _uneven_iterables(uneven_inputs: Any, fewest: int) -> tuple[list[int | None], list[int], list[list[bool]]]:
+    kwargs = {**_mesh_kwargs(), "uneven_inputs": uneven_inputs}
+    num = fewest + 2 * kwargs["data_rank"]
 
     class Unsized:
         def __iter__(self) -> Iterator[int]:
@@ -57,11 +67,18 @@ def _uneven_iterables() -> tuple[list[int | None], list[int]]:
         MeshLoader(DataLoader(_Stream(num), batch_size=1), mode="train", **kwargs),
         MeshLoader(Unsized(), mode="train", **kwargs),
         MeshLoader(list(range(num)), mode="train", **kwargs),
+        # A length on one rank only: it must not end there while the others wait for it.
+        MeshLoader(list(range(num)) if kwargs["data_rank"] == 0 else Unsized(), mode="train", **kwargs),
     ]
     lengths = [_length_or_none(loader) for loader in loaders]
     counts = [sum(1 for _ in loader) for loader in loaders]
+    padding = [
+        [loader.is_padding(index) for index in range(count)] for loader, count in zip(loaders, counts, strict=True)
+    ]
     assert sum(1 for _ in MeshLoader(Unsized(), mode="eval", **kwargs)) == num
-    return lengths, counts
+    most = fewest + 2
+    assert sum(1 for _ in MeshLoader(Unsized(), mode="eval", keeps_pace=True, **kwargs)) == most
+    return lengths, counts, padding
 
 
 def _length_or_none(loader: MeshLoader) -> int | None:
