@@ -17,16 +17,18 @@ from lightning_bigmodel._registration import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
+    from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
-__all__ = ["BigModelStrategy", "ExponentialMovingAverage", "OffloadPolicy", "__version__"]
+__all__ = ["BigModelStrategy", "ExponentialMovingAverage", "OffloadPolicy", "TokenWeight", "__version__"]
 
 # Public name -> the module that defines it.
 _HOMES = {
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
+    "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }
 
 

@@ -168,7 +168,7 @@ def _build_parser() -> ArgumentParser:
         subparser = ArgumentParser(description=_summary(function), exit_on_error=False)
         subparser.add_function_arguments(function, as_group=False, as_positional=True, skip=set(flags))
         # jsonargparse would make `--overwrite true` of a bool.
-        for flag in flags.keys() & signature(function).parameters.keys():
+        for flag in (flag for flag in flags if flag in signature(function).parameters):
             subparser.add_argument(f"--{flag}", action="store_true", help=flags[flag])
         subcommands.add_subcommand(name, subparser, help=_summary(function).splitlines()[0])
     return parser

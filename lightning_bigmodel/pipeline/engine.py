@@ -25,10 +25,12 @@ from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
+    RETURNED_WEIGHT,
     MicrobatchWeight,
     batch_size,
     join_outputs,
     microbatch_weights,
+    returned_weight,
     split_batch,
     weighted_mean,
 )
@@ -99,11 +101,28 @@ class _Payload:
     metric_parts: dict[str, Any]
     is_last: bool = False
     losses: list[Tensor | None] = field(default_factory=list)
+    weights: list[float | None] = field(default_factory=list)  # that the step returned
     result: Any = None
     result_follows: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     signal: bool = False
+    is_training: bool = False
+
+
+def _shares(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else weights
+
+
+def _all_returned(weights: Sequence[float | None]) -> list[float]:
+    found = [weight for weight in weights if weight is not None]
+    if len(found) < len(weights):
+        raise ValueError(
+            f"`training_step` returned `{RETURNED_WEIGHT}` for {len(found)} of {len(weights)} micro-batches. "
+            "Return it always, or never; a micro-batch that does not count has weight 0."
+        )
+    return found
 
 
 class PipelineEngine:
@@ -273,19 +292,19 @@ class PipelineEngine:
         microbatches = split_batch(batch, self.num_microbatches)
         weights = microbatch_weights(microbatches, self._weight) if counts else [0.0] * len(microbatches)
         total = sum(weights)
-        shares = weights if self._weight == "sum" or not total else [weight / total for weight in weights]
+        shares = weights if self._weight == "sum" else _shares(weights)
         if self._torch_schedule is None:
             self._torch_schedule = build_schedule(self.schedule, self._stages, self.num_microbatches)
-        seeds = shares
-        if self.places.sums_early and self._weight not in ("equal", "sum"):
-            # Gradients of several ranks are summed within the schedule, so a rank's weight enters there.
-            reference = self.places.common_reference(total) or 1.0
-            seeds = [weight / reference for weight in weights]
+        reference = self.places.common_reference(total) if self.weighs_in_schedule else None
+        seeds = shares if reference is None else [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
-        self._set_tasks("train", microbatches, seeds, weights, step, log)
+        self._set_tasks("train", microbatches, seeds, weights, step, log, reference)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedule, self.num_microbatches, self.device)
         self.places.settle()
+        given = [task.returned for stage in self._stages if stage.is_last for task in stage.tasks]
+        if counts and any(weight is not None for weight in given):
+            shares = _shares(_all_returned(given))
         own = self._payload("train", log if counts else None, before, microbatches, shares)
         if not self._checked_gradients:
             own.missing = self._untrained_names()
@@ -293,13 +312,16 @@ class PipelineEngine:
         payloads = self._exchange(own, group)
         outcome = self._outcome(payloads, before)
         last = self._last_of_pipeline(payloads)
-        if not self._checked_gradients and any(loss is not None for loss in last.losses) and counts:
-            self._check_gradients(payloads)
+        if counts and any(weight is not None for weight in last.weights):
+            weights = _all_returned(last.weights)
+            total, shares = sum(weights), _shares(weights)
         kept = [weight for weight, loss in zip(weights, last.losses, strict=True) if loss is not None]
+        if not self._checked_gradients and sum(kept) > 0:
+            self._check_gradients(payloads)
         losses = [(loss, share) for loss, share in zip(last.losses, shares, strict=True) if loss is not None]
         if losses:
             outcome.loss, rescale = self._mean_loss(losses, sum(kept), total)
-            if rescale != 1.0 and seeds is shares:
+            if rescale != 1.0 and reference is None:
                 self._scale_gradients(rescale)
         outcome.weight = sum(kept) if self._weight not in ("equal", "sum") else float(counts and bool(kept))
         return outcome
@@ -345,14 +367,27 @@ class PipelineEngine:
         with _replaced_log(self.root, log, self.metrics):
             with self.passes.forward(0), self._common_rng():
                 result = step(batch)
-            log.note_loss(loss_of(result))
+            returned = returned_weight(result) if counts else None
+            if returned is not None and not self.weighs_in_schedule:
+                raise ValueError(
+                    f"`training_step` returns `{RETURNED_WEIGHT}`, but the strategy was given "
+                    f"`microbatch_weight={self._weight!r}`, which takes no weights. Leave one of them out."
+                )
+            weights = weights if returned is None else [returned]
+            log.note_loss(loss_of(result), returned)
         own = self._logged(log if counts else None)
-        own.is_last = True
+        own.is_last = own.is_training = True
+        own.weights = [] if returned is None else [returned]
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
-        logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
+        logs = self._combined_logs(payloads, any(payload.weights for payload in payloads))
         signal = any(payload.signal for payload in payloads)
         return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
+
+    @property
+    def weighs_in_schedule(self) -> bool:
+        """Whether the gradients of a schedule have the weights in them already, and not the shares of a batch."""
+        return self._weight not in ("equal", "sum")
 
     def _common_rng(self) -> AbstractContextManager[Any]:
         """Tensor ranks draw the same numbers, data ranks their own; alone, a step draws as in one process."""
@@ -362,7 +397,14 @@ class PipelineEngine:
         return seeded_rng(derive_seed(self._seed, self.num_steps, self.mesh.data_rank))
 
     def _set_tasks(
-        self, kind: str, microbatches: list[Any], shares: list[float], weights: list[float], step: Step, log: StepLog
+        self,
+        kind: str,
+        microbatches: list[Any],
+        seeds_of_losses: list[float],
+        weights: list[float],
+        step: Step,
+        log: StepLog,
+        reference: float | None = None,
     ) -> None:
         plans = [self.planner.plans(kind, microbatch, step) for microbatch in microbatches]
         self.num_steps += 1
@@ -381,7 +423,7 @@ class PipelineEngine:
                     returns_loss=kind == "train" and stage.is_last,
                 )
                 shared, own = derive_seed(*seeds), derive_seed(*seeds, 1 + stage.stage_index)
-                tasks.append(MicrobatchTask(call, plan, shares[index], shared, own))
+                tasks.append(MicrobatchTask(call, plan, seeds_of_losses[index], reference, shared, own))
             stage.tasks = tasks
 
     def _call(
@@ -393,7 +435,7 @@ class PipelineEngine:
             try:
                 result = step(microbatch)
                 if returns_loss:
-                    log.note_loss(loss_of(result))
+                    log.note_loss(loss_of(result), returned_weight(result) if weight else None)
                 return result
             finally:
                 if state is not None:
@@ -415,11 +457,13 @@ class PipelineEngine:
         self, kind: str, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]
     ) -> _Payload:
         payload = self._logged(log)
+        payload.is_training = kind == "train"
         last = next((stage for stage in self._stages if stage.is_last), None)
         if last is None:
             return payload
         payload.is_last = True
         if last.tasks:
+            payload.weights = [task.returned for task in last.tasks]
             payload.losses = [None if task.loss is None else task.loss.detach().cpu() for task in last.tasks]
             results = [detached(task.result) for task in last.tasks]
             joined = join_outputs(results, [batch_size(microbatch) for microbatch in microbatches], shares)
@@ -458,9 +502,14 @@ class PipelineEngine:
         if last.pipe_rank != self.mesh.pipe_rank:
             before.apply(last.changes)
         result = map_tensors(lambda tensor: tensor.to(self.device), last.result)
-        logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
+        logs = self._combined_logs(payloads, any(weight is not None for weight in last.weights))
         signal = any(payload.signal for payload in payloads)
         return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads), signal)
+
+    def _combined_logs(self, payloads: list[_Payload], is_returned: bool) -> list[tuple[LogEntry, Tensor | None, int]]:
+        weighs = is_returned or (callable(self._weight) and payloads[0].is_training)
+        parts = [payload.logs for payload in payloads]
+        return combine_logs(parts, losses_are_sums=self._weight == "sum", counts_weights=weighs)
 
     def _metric_values(self, payloads: list[_Payload]) -> dict[str, Any]:
         names = {name for payload in payloads for name in payload.metric_parts}

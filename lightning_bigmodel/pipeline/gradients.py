@@ -27,6 +27,7 @@ class GradientPlaces:
 
     def __init__(self, data_group: dist.ProcessGroup | None) -> None:
         self.data_group = data_group
+        self._reference: float | None = None
 
     def holder(self, parameter: nn.Parameter) -> nn.Parameter:
         """What has this rank's part of the gradient of `parameter` once `complete` was called."""
@@ -44,9 +45,15 @@ class GradientPlaces:
         """The ranks that still have to sum what `holder` has."""
         return self.data_group
 
-    def common_reference(self, weight: float) -> float | None:
-        """What all ranks take weights relative to, given that of a first batch; None: each its own. Collective."""
-        return None
+    def common_reference(self, weight: float) -> float:
+        """What weights are taken relative to in this run, given that of the first batch. Collective the first time."""
+        if self._reference is None:
+            self._reference = self._largest(weight) * self.batches_a_window
+        return self._reference
+
+    def _largest(self, weight: float) -> float:
+        """The weight that all ranks begin with, where their gradients are summed before the total weight is known."""
+        return weight or 1.0
 
     def begin(self) -> None:
         """The last backward of a window begins, outside of a schedule: sums may start as gradients arrive."""
@@ -136,7 +143,7 @@ class GradientWindow:
         is the mean already.
         """
         if self._reference is None:
-            self._reference = self._places.common_reference(weight) or weight * self._places.batches_a_window or 1.0
+            self._reference = self._places.common_reference(weight)
         self._total += weight
         self._dirty = True
         return weight / self._reference

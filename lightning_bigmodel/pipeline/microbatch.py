@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,20 @@ from lightning_bigmodel.pipeline.tree import children, rebuild, tensor_leaves
 
 __all__ = [
     "MicrobatchWeight",
+    "RETURNED_WEIGHT",
     "batch_size",
     "check_weight",
+    "checked_weight",
     "join_outputs",
     "microbatch_weights",
+    "returned_weight",
     "split_batch",
     "weighted_mean",
 ]
 
 MicrobatchWeight = str | Callable[[Any], "float | Tensor"]
-_NAMED_WEIGHTS = ("samples", "equal", "sum")
+_NAMED_WEIGHTS = ("samples", "tokens", "equal", "sum")
+RETURNED_WEIGHT = "microbatch_weight"  # where a step's dict may have the weight
 
 
 def batch_size(batch: Any) -> int | None:
@@ -82,21 +86,48 @@ def microbatch_weights(microbatches: Sequence[Any], weight: MicrobatchWeight) ->
         microbatches: The parts of one batch.
         weight: `"samples"` (number of samples: exact for losses that are means over samples), `"equal"` (one share a
             batch, as Lightning weighs accumulated batches), `"sum"` (for losses that are sums over samples: every part
-            counts whole), or a callable `micro-batch -> weight` (for example its number of live labels).
+            counts whole), or a callable `micro-batch -> weight` (for example `TokenWeight`).
 
     Raises:
-        ValueError: Where the callable returns a weight that is negative or not finite.
+        ValueError: Where the callable returns a weight that is no number, negative or not finite.
     """
     if callable(weight):
-        weights = [float(weight(microbatch)) for microbatch in microbatches]
-        if any(not 0 <= value < float("inf") for value in weights):
-            raise ValueError(f"`microbatch_weight` returned {weights}; weights must be finite and not negative.")
-        return weights
+        return [checked_weight(weight(microbatch), "`microbatch_weight` returned") for microbatch in microbatches]
     if weight == "equal":
         return [1.0 / len(microbatches)] * len(microbatches)
     if weight == "sum":
         return [1.0] * len(microbatches)
     return [float(batch_size(microbatch) or 1) for microbatch in microbatches]
+
+
+def checked_weight(value: Any, origin: str) -> float:
+    """A weight as a number.
+
+    Args:
+        value: A number, or a tensor of one element.
+        origin: Where it comes from, for the message.
+
+    Raises:
+        ValueError: For anything else, and for what is negative or not finite.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise ValueError(f"{origin} {value!r}; a weight must be a number, or a tensor of one element.")
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{origin} {number}; weights must be finite and not negative.")
+    return number
+
+
+def returned_weight(result: Any) -> float | None:
+    """The weight of a micro-batch that the step returned beside its loss; None if it did not.
+
+    Raises:
+        ValueError: See `checked_weight`.
+    """
+    if not isinstance(result, Mapping) or RETURNED_WEIGHT not in result:
+        return None
+    return checked_weight(result[RETURNED_WEIGHT], f"`training_step` returned `{RETURNED_WEIGHT}` =")
 
 
 def check_weight(weight: MicrobatchWeight) -> None:

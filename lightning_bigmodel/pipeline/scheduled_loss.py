@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["run_as_one_node", "scaled_backward"]
+__all__ = ["run_as_one_node", "scaled_backward", "without_backward"]
 
 
 class ScheduledLoss(torch.autograd.Function):
@@ -93,4 +93,20 @@ class _ScaledBackward(torch.autograd.Function):
 def scaled_backward(loss: Tensor, scale: Callable[[Tensor], Tensor | float]) -> Tensor:
     """The same loss; what arrives at it in backward is replaced by `scale` of it."""
     result: Tensor = _ScaledBackward.apply(loss, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return None
+
+
+def without_backward(loss: Tensor) -> Tensor:
+    """The same loss; its backward makes no gradients, not even zeros."""
+    result: Tensor = _WithoutBackward.apply(loss)  # type: ignore[no-untyped-call]
     return result

@@ -15,6 +15,7 @@ from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng, seed
 from lightning_bigmodel.pipeline.backward import SplitBackward
 from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
 from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
+from lightning_bigmodel.pipeline.microbatch import RETURNED_WEIGHT, returned_weight
 from lightning_bigmodel.pipeline.passes import Passes
 
 __all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule", "loss_of"]
@@ -27,21 +28,44 @@ class MicrobatchTask:
     Attributes:
         step: Runs the user's step on this micro-batch.
         plan: The stage's plan for its shape.
-        weight: Share of this micro-batch in the gradient of the batch (the shares of a batch sum to 1, or are 1 for
-            sums).
+        seed: By what the gradient of this micro-batch's loss is multiplied. Zero: there is no backward, as the loss may
+            be no number (a mean over no tokens).
+        reference: What a weight that the step returns is divided by for that (last stage); None if it must not return
+            one.
         shared_seed: Random state of code outside of units; the same on every stage.
         stage_seed: Random state of this stage's units.
         result: What the user's step returned (last stage).
         loss: The loss in it, a 0-dim tensor with graph, or None if the step returned None (last stage).
+        returned: The weight in it, if any (last stage).
     """
 
     step: Callable[[], Any]
     plan: StagePlan
-    weight: float
+    seed: float
+    reference: float | None
     shared_seed: int
     stage_seed: int
     result: Any = None
     loss: Tensor | None = None
+    returned: float | None = None
+
+    def keep(self, result: Any, *, has_backward: bool) -> None:
+        """Take what the step returned on the last stage.
+
+        Raises:
+            ValueError: For a weight that is none, or that another setting leaves no room for.
+        """
+        self.result, self.loss = result, loss_of(result) if has_backward else None
+        self.returned = returned_weight(result) if has_backward else None
+        if self.returned is None:
+            return
+        if self.reference is None:
+            raise ValueError(
+                f'`training_step` returns `{RETURNED_WEIGHT}`, but the strategy was given `microbatch_weight` "equal" '
+                'or "sum", which take no weights. Leave one of them out.'
+            )
+        if self.seed:  # else the batch only keeps this data rank in step
+            self.seed = self.returned / self.reference
 
 
 class StageModule(nn.Module):
@@ -215,7 +239,7 @@ class MicrobatchStage:
             tensor.requires_grad_(plan.spec(key).requires_grad and self.has_backward)
         run, result = self._run(task, flight.inputs)
         if self.is_last:
-            task.result, task.loss = result, loss_of(result) if self.has_backward else None
+            task.keep(result, has_backward=self.has_backward)
             return torch.zeros((), device=self.device)
         flight.outputs = run.sent_tensors()
         flight.sending = [tensor.detach().contiguous() for tensor in flight.outputs]
@@ -292,9 +316,9 @@ class MicrobatchStage:
     ) -> tuple[list[Tensor], list[Tensor | None], dict[int, Tensor]]:
         """What to differentiate, with which gradients; and the gradients of values that only pass through."""
         if self.is_last:
-            if task.loss is None:
+            if task.loss is None or not task.seed:
                 return [], [], {}
-            return [task.loss], [torch.full_like(task.loss, task.weight)], {}
+            return [task.loss], [torch.full_like(task.loss, task.seed)], {}
         passing: dict[int, Tensor] = {}
         outputs: list[Tensor] = []
         gradients: list[Tensor | None] = []

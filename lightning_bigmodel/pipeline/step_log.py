@@ -29,6 +29,7 @@ _LOG_ARGUMENTS = (
     "metric_attribute",
     "rank_zero_only",
 )
+_PARTS_OF_A_WEIGHT = 1024  # the host takes whole numbers
 _REDUCERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda values: values.sum(0),
     "max": lambda values: values.amax(0),
@@ -79,6 +80,7 @@ class StepLog:
         self.weight = 1.0
         self.num_samples = 1
         self._last_values: dict[str, Any] = {}
+        self._has_batch_size: set[str] = set()  # those whose weight the user gave
         self._root = root
         self._metric_names: dict[int, str] | None = None
 
@@ -113,20 +115,26 @@ class StepLog:
                 f"`self.log({name!r}, ...)` was given a tensor of shape {tuple(tensor.shape)}; log a single value."
             )
         self._last_values[name] = value
+        if batch_size is not None:
+            self._has_batch_size.add(name)
         entry.values.append(tensor.reshape(()).cpu())
         entry.weights.append(float(batch_size) if batch_size is not None else self.weight)
         entry.batch_sizes.append(int(batch_size) if batch_size is not None else self.num_samples)
 
-    def note_loss(self, loss: Tensor | None) -> None:
-        """Tell which of the values just logged is the step's loss."""
+    def note_loss(self, loss: Tensor | None, weight: float | None = None) -> None:
+        """Tell which of the values just logged is the step's loss, and the weight of all of them if it was returned."""
         for name, value in self._last_values.items():
+            entry = self.entries[name]
             if loss is not None and value is loss:
-                self.entries[name].is_loss = True
+                entry.is_loss = True
+            if weight is not None and name not in self._has_batch_size:
+                entry.weights[-1] = weight
         self._last_values.clear()
+        self._has_batch_size.clear()
 
 
 def combine_logs(
-    parts: Sequence[Sequence[LogEntry]], *, losses_are_sums: bool = False
+    parts: Sequence[Sequence[LogEntry]], *, losses_are_sums: bool = False, counts_weights: bool = False
 ) -> list[tuple[LogEntry, Tensor | None, int]]:
     """Combine the entries of several ranks, in order.
 
@@ -135,7 +143,8 @@ def combine_logs(
     itself is.
 
     Returns:
-        (entry, value, batch size) for each name; the value is None for a metric object.
+        (entry, value, batch size) for each name; the value is None for a metric object. The batch size is what the host
+        weighs the value with in the mean over an epoch: samples, or with `counts_weights` a fixed multiple of weights.
     """
     merged: dict[str, LogEntry] = {}
     for entry in (entry for part in parts for entry in part):
@@ -145,7 +154,11 @@ def combine_logs(
         known.weights += entry.weights
         known.batch_sizes += entry.batch_sizes
     return [
-        (entry, None if entry.metric is not None else _reduced(entry, losses_are_sums), sum(entry.batch_sizes))
+        (
+            entry,
+            None if entry.metric is not None else _reduced(entry, losses_are_sums),
+            round(_PARTS_OF_A_WEIGHT * sum(entry.weights)) if counts_weights else sum(entry.batch_sizes),
+        )
         for entry in merged.values()
         if entry.metric is not None or entry.values
     ]

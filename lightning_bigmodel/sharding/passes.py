@@ -50,6 +50,7 @@ class GatherPasses:
         self._microbatch: Any = None
         self._forward_in_progress: Any = _NONE
         self._calls: dict[Any, Counter[Unit]] = {}
+        self._done: set[Unit] = set()  # backward has gone through all their calls
         self._pins: set[Unit] = set()  # stay to the end of this pass
         # Stay for whole passes of evaluation, and of training: used several times, or without a call of their modules.
         self._kept = tuple({unit for unit in units if unit.stays} for _ in range(2))
@@ -137,7 +138,7 @@ class GatherPasses:
     def _begin(self, order: list[Unit], microbatch: Any, *, reduces: bool = False) -> None:
         self._shards.active, self._microbatch = self, microbatch
         self._next = 0
-        self._pins = set()
+        self._pins, self._done = set(), set()
         kept = self._kept[self._trains]
         gathers: list[tuple[Unit, int | None]] = [(unit, None) for unit in order if unit not in kept]
         self._sequence = [(unit, None) for unit in order if unit in kept]
@@ -292,7 +293,9 @@ class GatherPasses:
                 self.begin_backward(microbatch)
                 _host.queue_after_backward(lambda: self.end_backward(microbatch))
             for unit in units:
-                self.need(unit)
+                # An output that is an input handed on has its gradient only after the unit's own backward.
+                if unit not in self._done:
+                    self.need(unit)
 
         return need
 
@@ -302,4 +305,5 @@ class GatherPasses:
             return
         calls[unit] -= 1
         if calls[unit] <= 0 and not self._is_kept(unit):
+            self._done.add(unit)
             self._shards.drop(unit)

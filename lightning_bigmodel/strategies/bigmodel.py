@@ -51,6 +51,7 @@ from lightning_bigmodel.pipeline.gradients import GradientWindow
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
 from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.schedules import check_schedule
+from lightning_bigmodel.pipeline.token_weight import TokenWeight
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
@@ -126,8 +127,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a
             step. As many names as stages is a cut of your own: each stage begins at its name.
         microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
-            `"equal"` (Lightning's own arithmetic), `"sum"` (for losses that are sums), or a callable from a micro-batch
-            to its weight.
+            `"tokens"` (live labels, which are looked for; or a `TokenWeight`), `"equal"` (Lightning's own arithmetic),
+            `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight. A `training_step` that
+            returns `{"loss": ..., "microbatch_weight": number}` says it itself.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
         batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
@@ -170,7 +172,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         keep_gathered: bool = False,
         reduce_every_microbatch: bool | None = None,
         offload: Literal["cpu", "disk"] | OffloadPolicy | None = None,
-        microbatch_weight: Literal["samples", "equal", "sum"] | Callable[[Any], Any] = "samples",
+        microbatch_weight: Literal["samples", "tokens", "equal", "sum"]
+        | TokenWeight
+        | Callable[[Any], Any] = "samples",
         compile_blocks: bool | Mapping[str, Any] = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         uneven_inputs: Literal["join", "stop"] = "join",
@@ -222,7 +226,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self._pipeline_parallel_size = pipeline_parallel_size
         self._num_microbatches = num_microbatches
         self._schedule, self._blocks = schedule, blocks
-        self._microbatch_weight: MicrobatchWeight = microbatch_weight
+        self._microbatch_weight: MicrobatchWeight = (
+            TokenWeight() if microbatch_weight == "tokens" else microbatch_weight
+        )
         self._batch_source: Literal["broadcast", "replicated"] = batch_source
         self._uneven_inputs: Literal["join", "stop"] = uneven_inputs
         self._process_group_backend, self._timeout = process_group_backend, timeout
@@ -345,7 +351,11 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         batch, step_name = None, "training_step"
         finds_plan = self.mesh.layout.tensor > 1 and self._tensor_plan == "auto"
         plan = dict(self._tensor_plan) if isinstance(self._tensor_plan, Mapping) else {}
-        if self.engine.num_stages > 1 or finds_plan:
+        weight = self._microbatch_weight
+        finds_labels = (
+            isinstance(weight, TokenWeight) and not weight.is_resolved and trainer.state.fn == TrainerFn.FITTING
+        )
+        if self.engine.num_stages > 1 or finds_plan or finds_labels:
             # What setting the loaders up draws, one process draws too; what comes after it does not.
             loader, step_name = _host.first_loader(trainer)
             state = capture_rng()
@@ -359,6 +369,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             with _host.silent_loggers(trainer), seeded_rng(self._seed):
                 batch = _host.transfer_batch(trainer, batch)
                 step = self._step(step_name, (batch, 0))
+                if isinstance(weight, TokenWeight) and finds_labels:
+                    weight.resolve(self.engine.root, batch, step, self.root_device)
                 self.engine.partition(batch, step)
                 if finds_plan:
                     plan = find_plan(self.engine.root, self.mesh.layout.tensor, batch, step, self.root_device)

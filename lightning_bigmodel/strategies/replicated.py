@@ -31,7 +31,6 @@ class ReplicatedGradients(GradientPlaces):
         parameters = [parameter for parameter in share.owned if id(parameter) not in excluded]
         self._reduction = OverlappedAllReduce(parameters, share.names, mesh.data_group)
         self._alone = mesh.device_mesh.get_group("data_shard")  # of one rank: nothing is sharded
-        self._reference: float | None = None
         self._is_launched = False
 
     @override
@@ -72,10 +71,8 @@ class ReplicatedGradients(GradientPlaces):
         return self._alone if id(parameter) in self._reduction.covers else self.data_group
 
     @override
-    def common_reference(self, weight: float) -> float:
-        if self._reference is None:
-            self._reference = largest_weight(weight, self.data_group) * self.batches_a_window
-        return self._reference
+    def _largest(self, weight: float) -> float:
+        return largest_weight(weight, self.data_group)
 
     @override
     def close(self) -> None:

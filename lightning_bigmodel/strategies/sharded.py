@@ -76,7 +76,6 @@ class ShardedRun(GradientPlaces):
         self._mesh, self._device = mesh, device
         self._shows_gradients = shows_gradients
         self._shown: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._reference: float | None = None
         self._whole_of: dict[int, nn.Parameter] | None = None
         self.reduces_every_microbatch = reduce_every_microbatch
         self._group = mesh.device_mesh.get_group("data_shard")
@@ -233,11 +232,8 @@ class ShardedRun(GradientPlaces):
         return self._replicate_group if self.is_sharded(parameter) else self.data_group
 
     @override
-    def common_reference(self, weight: float) -> float:
-        # One for the run: ranks' gradients are summed before the total weight of a window is known.
-        if self._reference is None:
-            self._reference = largest_weight(weight, self._mesh.data_group) * self.batches_a_window
-        return self._reference
+    def _largest(self, weight: float) -> float:
+        return largest_weight(weight, self._mesh.data_group)
 
     @override
     def settle(self) -> None:

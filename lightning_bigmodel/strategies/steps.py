@@ -16,7 +16,7 @@ from lightning_bigmodel import _host
 from lightning_bigmodel.mesh import MeshLoader
 from lightning_bigmodel.pipeline.engine import StepOutcome
 from lightning_bigmodel.pipeline.gradients import clip_by_norm
-from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward
+from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward, without_backward
 from lightning_bigmodel.strategies.base import StrategyBase
 
 __all__ = ["StepHooks"]
@@ -62,7 +62,9 @@ class StepHooks(StrategyBase):
                 if outcome.result is None:
                     return self._skip_batch()
                 scale = self._scale(outcome.weight)
-                loss = scaled_backward(_loss(outcome.result), scale)
+                # A loss that weighs nothing may be no number, a mean over no tokens.
+                loss = _loss(outcome.result)
+                loss = scaled_backward(loss, scale) if outcome.weight else without_backward(loss)
             else:
                 outcomes: list[StepOutcome] = []
                 scale_later: list[Callable[[Tensor], Tensor | float]] = []
@@ -79,7 +81,7 @@ class StepHooks(StrategyBase):
                 self._replay(outcome)
                 if scheduled is None:
                     return self._skip_batch()
-                scale_later.append(self._scale(outcome.weight, is_weighted=self.engine.places.sums_early))
+                scale_later.append(self._scale(outcome.weight, is_weighted=self.engine.weighs_in_schedule))
                 loss = scheduled
         if isinstance(outcome.result, Mapping):
             return {**outcome.result, "loss": loss}
@@ -216,6 +218,8 @@ class StepHooks(StrategyBase):
                     metric._forward_cache = outcome.metric_values.get(entry.metric)
                     module.log(entry.name, metric, **entry.options)
                     continue
+                if not num_samples and training:
+                    continue  # the mean over no tokens on any rank: the mean over the epoch must not become NaN by it
                 summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
                 if summed_already:
                     _host.silence_sync_advice(entry.name)

@@ -200,13 +200,15 @@ def _cannot_start() -> list[str]:
 
 
 @pytest.mark.parametrize("batch_source", ["broadcast", "replicated"])
-def test_iterables_stop_together_across_models(batch_source: str) -> None:
+def test_iterables_stop_or_join_across_models(batch_source: str) -> None:
     """Guards against one model running on, or hanging, when the other model's data ends."""
-    results = run_ranks(_uneven, 4, batch_source)
-    assert results == [[0, 1, 2], [100, 101, 102]] * 2
+    stopped = [([0, 1, 2], [False] * 3), ([100, 101, 102], [False] * 3)]
+    assert run_ranks(_uneven, 4, batch_source, "stop") == stopped * 2
+    joined = [([0, 1, 2, 2], [False] * 3 + [True]), ([100, 101, 102, 103], [False] * 4)]
+    assert run_ranks(_uneven, 4, batch_source, "join") == joined * 2
 
 
-def _uneven(batch_source: Any) -> list[int]:
+def _uneven(batch_source: Any, uneven_inputs: Any) -> tuple[list[int], list[bool]]:
     kwargs = _kwargs(2)
     data_rank = kwargs["data_rank"]
 
@@ -214,7 +216,9 @@ def _uneven(batch_source: Any) -> list[int]:
         def __iter__(self) -> Iterator[int]:
             return iter(range(100 * data_rank, 100 * data_rank + 3 + data_rank))
 
-    return list(MeshLoader(Uneven(), mode="train", batch_source=batch_source, **kwargs))
+    loader = MeshLoader(Uneven(), mode="train", batch_source=batch_source, uneven_inputs=uneven_inputs, **kwargs)
+    batches = list(loader)
+    return batches, [loader.is_padding(index) for index in range(len(batches))]
 
 
 def test_replicated_loaders_that_differ_are_named() -> None:

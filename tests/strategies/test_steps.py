@@ -271,7 +271,7 @@ class Ranks(IterableDataset[Any]):
 
 def _dry(accumulate: int) -> dict[str, Any]:
     module = TinyChain()
-    trainer_ = trainer(pipeline(), 4, accumulate_grad_batches=accumulate)
+    trainer_ = trainer(pipeline(uneven_inputs="stop"), 4, accumulate_grad_batches=accumulate)
     trainer_.fit(module, DataLoader(Ranks(), batch_size=None))
     return {"weights": weights(module), "global_step": trainer_.global_step}
 
