@@ -140,6 +140,12 @@ def checkpoint_region() -> Any:
     return region
 
 
+def is_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a parameter, or a view of one, as what a linear layer keeps of its weight is."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks on the gradient of `tensor` are registered."""
     return bool(tensor._backward_hooks)

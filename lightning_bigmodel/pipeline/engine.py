@@ -9,6 +9,7 @@ This is the plain-torch heart of the strategy:
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from lightning_bigmodel.mesh.rng import derive_seed, seeded_rng
 from lightning_bigmodel.pipeline import gate as gates
 from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
+from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
     RETURNED_WEIGHT,
@@ -34,20 +36,24 @@ from lightning_bigmodel.pipeline.microbatch import (
     split_batch,
     weighted_mean,
 )
+from lightning_bigmodel.pipeline.microbatch_size import MicrobatchSizer
 from lightning_bigmodel.pipeline.ownership import ParameterShare
 from lightning_bigmodel.pipeline.passes import Passes
 from lightning_bigmodel.pipeline.planning import Planner
 from lightning_bigmodel.pipeline.schedules import (
     build_schedule,
     check_schedule,
+    next_legal,
     rank_of_stage,
     run_forwards,
     run_schedule,
     stages_of_rank,
 )
+from lightning_bigmodel.pipeline.snapshot import StepSnapshot
 from lightning_bigmodel.pipeline.stage import MicrobatchStage, MicrobatchTask, StageModule, loss_of
 from lightning_bigmodel.pipeline.step_log import LogEntry, StepLog, combine_logs
 from lightning_bigmodel.pipeline.step_state import StepState
+from lightning_bigmodel.pipeline.trace import saved_bytes
 from lightning_bigmodel.pipeline.tree import detached, map_tensors, tensor_leaves
 
 __all__ = ["PipelineEngine", "StepOutcome"]
@@ -108,6 +114,7 @@ class _Payload:
     missing: set[str] = field(default_factory=set)
     signal: bool = False
     is_training: bool = False
+    ran_out: str | None = None  # of memory; why smaller micro-batches would not help, or nothing
 
 
 def _shares(weights: list[float]) -> list[float]:
@@ -139,6 +146,8 @@ class PipelineEngine:
         weight: How micro-batches weigh in the mean.
         ignored_attributes: Attribute names of the module that belong to the host.
         seed: Base of the random streams; equal on all ranks.
+        sizer: Finds the number of micro-batches of each batch, at least `num_microbatches`; None: it stays that.
+        limit: What running out of memory is, where the device does not say so.
 
     Raises:
         ValueError: For a schedule that cannot take these numbers.
@@ -156,6 +165,8 @@ class PipelineEngine:
         weight: MicrobatchWeight,
         ignored_attributes: Collection[str],
         seed: int,
+        sizer: MicrobatchSizer | None = None,
+        limit: MemoryLimit | None = None,
     ) -> None:
         self.root, self.mesh, self.device = root, rank_mesh, device
         self.schedule = schedule if rank_mesh.pipe_size > 1 else "1F1B"
@@ -169,7 +180,10 @@ class PipelineEngine:
         self.signal: Callable[[], bool] = lambda: False
         self._weight, self._ignored, self._seed = weight, ignored_attributes, seed
         self._stages: list[MicrobatchStage] = []
-        self._torch_schedule: Any = None
+        self._torch_schedules: dict[int, Any] = {}
+        self.sizer, self._limit = sizer, limit
+        self.resident_bytes: Callable[[], int] = lambda: 0  # parameters, gradients, optimizer states of this rank
+        self.num_parts = 0  # micro-batches of the last batch
         self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
         self.places = GradientPlaces(rank_mesh.data_group)
@@ -179,7 +193,7 @@ class PipelineEngine:
     @property
     def is_pipelined(self) -> bool:
         """Whether training runs a schedule (several stages or micro-batches)."""
-        return self.num_stages > 1 or self.num_microbatches > 1
+        return self.num_stages > 1 or self.num_microbatches > 1 or self.sizer is not None
 
     @property
     def stage_indices(self) -> list[int]:
@@ -247,6 +261,7 @@ class PipelineEngine:
                 stage_index: rank_of_stage(self.schedule, self.mesh.pipe_size, stage_index)
                 for stage_index in range(self.num_stages)
             }
+            stage.limit, stage.recovers = self._limit, self.sizer is not None
             self._stages.append(stage)
         self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
 
@@ -256,7 +271,7 @@ class PipelineEngine:
             gates.ungate(self.planner.ownership.stage_of_unit)
         if self.metrics is not None:
             self.metrics.close()
-        self._stages, self._torch_schedule, self.metrics = [], None, None
+        self._stages, self._torch_schedules, self.metrics = [], {}, None
         if restore and self.share is not None:
             self.share.restore()
 
@@ -289,27 +304,86 @@ class PipelineEngine:
             step: The user's step on a micro-batch.
             counts: False for a batch that only keeps this data rank in step with the others; it weighs nothing.
         """
-        microbatches = split_batch(batch, self.num_microbatches)
+        num_parts = self.num_microbatches if self.sizer is None else self._find_num_parts(batch, step)
+        outcome = self._train(batch, step, num_parts, counts=counts)
+        while outcome is None:
+            num_parts = self._agreed(num_parts + 1)
+            outcome = self._train(batch, step, num_parts, counts=counts)
+        self.num_parts = num_parts
+        if self.sizer is not None:
+            self.sizer.fitted(batch, num_parts)
+        return outcome
+
+    def _find_num_parts(self, batch: Any, step: Step) -> int:
+        """How many micro-batches a batch needs on the rank that needs most. Collective: one number."""
+        assert self.sizer is not None
+        if self._limit is not None:
+            self._limit.resident_bytes = self.resident_bytes()
+        if not self.sizer.is_estimated:
+            self.sizer.estimate(batch, self._needed_bytes(batch, step), self._free_bytes())
+        return self._agreed(self.sizer.num_parts(batch))
+
+    def _agreed(self, num_parts: int) -> int:
+        numbers = torch.tensor(num_parts)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return next_legal(self.schedule, self.mesh.pipe_size, int(numbers))
+
+    def _needed_bytes(self, batch: Any, step: Step) -> float:
+        """What one micro-batch of the whole batch would keep for backward here, by the trace. No communication."""
+        if self.num_stages == 1:
+            try:
+                return float(saved_bytes(self.root, lambda: step(batch), self.device))
+            except Exception:  # what no fake run can follow is found out by running out of memory
+                return 0.0
+        trace, share = self.planner.first_trace, 1 / self.num_microbatches
+        assert trace is not None, "`partition` comes first"
+        total = 0.0
+        for index in self.stage_indices:
+            own = sum(
+                call.saved_bytes
+                for call, stage in zip(trace.units, self.planner.first_stages, strict=True)
+                if stage == index
+            )
+            total += own * max(1, self.num_stages - index) / share  # as many micro-batches are under way
+        return total
+
+    def _free_bytes(self) -> float:
+        if self._limit is not None:
+            return float(self._limit.num_bytes - self._limit.resident_bytes)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return float(free + cached)
+
+    def _train(self, batch: Any, step: Step, num_parts: int, *, counts: bool) -> StepOutcome | None:
+        """One attempt; None where memory ran out on some rank, with everything as it was before."""
+        microbatches = split_batch(batch, num_parts)
         weights = microbatch_weights(microbatches, self._weight) if counts else [0.0] * len(microbatches)
         total = sum(weights)
         shares = weights if self._weight == "sum" else _shares(weights)
-        if self._torch_schedule is None:
-            self._torch_schedule = build_schedule(self.schedule, self._stages, self.num_microbatches)
+        if num_parts not in self._torch_schedules:
+            self._torch_schedules[num_parts] = build_schedule(self.schedule, self._stages, num_parts)
         reference = self.places.common_reference(total) if self.weighs_in_schedule else None
         seeds = shares if reference is None else [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
+        snapshot = None if self.sizer is None else StepSnapshot(self.root, before)
         self._set_tasks("train", microbatches, seeds, weights, step, log, reference)
         with _replaced_log(self.root, log, self.metrics):
-            run_schedule(self._torch_schedule, self.num_microbatches, self.device)
+            run_schedule(self._torch_schedules[num_parts], num_parts, self.device)
         self.places.settle()
         given = [task.returned for stage in self._stages if stage.is_last for task in stage.tasks]
-        if counts and any(weight is not None for weight in given):
+        ran_out = any(stage.ran_out for stage in self._stages)
+        if counts and not ran_out and any(weight is not None for weight in given):
             shares = _shares(_all_returned(given))
         own = self._payload("train", log if counts else None, before, microbatches, shares)
+        if ran_out:
+            own.ran_out = self._lack_memory(batch, num_parts)
         if not self._checked_gradients:
             own.missing = self._untrained_names()
         group = dist.group.WORLD if self.mesh.data_size > 1 else self.mesh.model_group
         payloads = self._exchange(own, group)
+        if snapshot is not None and any(payload.ran_out is not None for payload in payloads):
+            self._undo(snapshot, payloads)
+            return None
         outcome = self._outcome(payloads, before)
         last = self._last_of_pipeline(payloads)
         if counts and any(weight is not None for weight in last.weights):
@@ -325,6 +399,32 @@ class PipelineEngine:
                 self._scale_gradients(rescale)
         outcome.weight = sum(kept) if self._weight not in ("equal", "sum") else float(counts and bool(kept))
         return outcome
+
+    def _lack_memory(self, batch: Any, num_parts: int) -> str:
+        """Note that this batch does not fit; returns why smaller parts would not help, or nothing."""
+        assert self.sizer is not None
+        self.sizer.failed(batch, num_parts)
+        if not self.sizer.is_hopeless(batch, num_parts):
+            return ""
+        limit = "" if self._limit is None else f" within `memory_limit_bytes={self._limit.num_bytes}`"
+        return (
+            f'Rank {dist.get_rank()} ran out of memory{limit} with `num_microbatches="auto"` on a micro-batch of one '
+            "sample. Shard more (`zero_stage`, `tensor_parallel_size`, `pipeline_parallel_size`), shorten the samples, "
+            "or checkpoint activations."
+        )
+
+    def _undo(self, snapshot: StepSnapshot, payloads: list[_Payload]) -> None:
+        """Before the same batch runs again in smaller parts."""
+        snapshot.restore()
+        for parameter in self.places.accumulating(self.trained_parameters()):
+            parameter.grad = None
+        self.num_steps -= 1
+        gc.collect()  # graphs without a backward, whose hooks lie in cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        hopeless = [payload.ran_out for payload in payloads if payload.ran_out]
+        if hopeless:
+            raise RuntimeError(hopeless[0])
 
     def _mean_loss(self, losses: list[tuple[Tensor, float]], kept: float, total: float) -> tuple[Tensor, float]:
         """Loss of the batch, and the factor by which micro-batches without a loss must be made up for."""

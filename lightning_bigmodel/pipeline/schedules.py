@@ -91,6 +91,17 @@ def check_schedule(name: str, pipeline_size: int, num_microbatches: int) -> Sche
     return spec
 
 
+def next_legal(name: str, pipeline_size: int, num_microbatches: int) -> int:
+    """The smallest number of micro-batches from `num_microbatches` on that a schedule can take."""
+    if pipeline_size == 1:
+        return num_microbatches
+    spec = SCHEDULES[name]
+    number = max(num_microbatches, pipeline_size * spec.stages_per_rank * spec.min_microbatches_per_stage)
+    while spec.whole_rounds and number % max(1, number // pipeline_size):
+        number += 1
+    return number
+
+
 def stages_of_rank(name: str, pipeline_size: int, pipe_rank: int) -> list[int]:
     """Indices of the stages a rank holds, ascending."""
     spec = SCHEDULES[name]

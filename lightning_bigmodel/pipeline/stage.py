@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng, seed
 from lightning_bigmodel.pipeline.backward import SplitBackward
 from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
 from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
+from lightning_bigmodel.pipeline.memory_limit import MemoryLimit, is_out_of_memory
 from lightning_bigmodel.pipeline.microbatch import RETURNED_WEIGHT, returned_weight
 from lightning_bigmodel.pipeline.passes import Passes
+from lightning_bigmodel.pipeline.trace import LeafSpec
 
 __all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule", "loss_of"]
 
@@ -179,6 +181,9 @@ class MicrobatchStage:
         self.output_chunks: list[Any] = []
         self.tasks: Sequence[MicrobatchTask] = ()
         self.passes = Passes()
+        self.limit: MemoryLimit | None = None
+        self.recovers = False  # from running out of memory, by going on with zeros to the end of the step
+        self.ran_out = False
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -208,6 +213,7 @@ class MicrobatchStage:
     def clear_runtime_states(self) -> None:
         """Forget the previous step."""
         self._flights.clear()
+        self.ran_out = False
 
     def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         """Operations that receive the inputs of one micro-batch."""
@@ -231,7 +237,38 @@ class MicrobatchStage:
         with self.passes.forward(index):
             if self._is_absent(index):
                 return torch.zeros((), device=self.device) if self.is_last else ()
-            return self._forward(self.tasks[index], self._flight(index))
+            task, flight = self.tasks[index], self._flight(index)
+            if not self.ran_out:
+                try:
+                    with nullcontext() if self.limit is None else self.limit.watching():
+                        return self._forward(task, flight)
+                except BaseException as error:
+                    self._run_out(error)
+            return self._forward_zeros(task, flight)
+
+    def _run_out(self, error: BaseException) -> None:
+        """Give up what the step holds, if memory ran out. The peers wait for messages: they get zeros from here on.
+
+        At the end of the step all ranks learn of it, undo the step and run it again in smaller parts.
+        """
+        if not self.recovers or not is_out_of_memory(error):
+            raise error
+        self.ran_out = True
+        error.__traceback__ = error.__context__ = None  # whose frames hold activations
+        for flight in self._flights.values():
+            flight.inputs, flight.outputs, flight.gradients, flight.split = [], [], [], None
+        for task in self.tasks:
+            task.result = task.loss = None
+
+    def _forward_zeros(self, task: MicrobatchTask, flight: _Flight) -> Any:
+        flight.inputs = []
+        if self.is_last:
+            return torch.zeros((), device=self.device)
+        flight.sending = [self._zeros(task.plan.spec(key)) for key in task.plan.sent]
+        return tuple(flight.sending)
+
+    def _zeros(self, spec: LeafSpec) -> Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
 
     def _forward(self, task: MicrobatchTask, flight: _Flight) -> Any:
         plan = task.plan
@@ -295,8 +332,19 @@ class MicrobatchStage:
             return
         self.passes.begin_backward(index)
         if not self._is_absent(index):
-            self._backward(self.tasks[index], self._flight(index), full_backward)
+            self._try_backward(self.tasks[index], self._flight(index), full_backward)
         (self.passes.end_backward if full_backward else self.passes.pause_backward)(index)
+
+    def _try_backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
+        if not self.ran_out:
+            try:
+                self._backward(task, flight, full_backward)
+                return
+            except BaseException as error:
+                self._run_out(error)
+        specs = [task.plan.spec(key) for key in task.plan.received]
+        flight.gradients = []
+        flight.input_gradients = [self._zeros(spec) if spec.requires_grad else None for spec in specs]
 
     def _backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
         outputs, gradients, passing = self._roots(task, flight)
@@ -336,7 +384,7 @@ class MicrobatchStage:
         if not self.has_backward:
             return
         self.passes.begin_backward(index)
-        if not self._is_absent(index):
+        if not self._is_absent(index) and not self.ran_out:
             split = self._flight(index).split
             assert split is not None, "the input half of a backward comes before its weight half"
             split.weights()

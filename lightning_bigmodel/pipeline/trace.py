@@ -278,6 +278,23 @@ def call_order(root: nn.Module, step: Callable[[], Any], device: torch.device, *
     return order
 
 
+def saved_bytes(root: nn.Module, step: Callable[[], Any], device: torch.device) -> int:
+    """What `step` keeps for backward beside parameters, each storage once, by a fake run. No communication."""
+    sizes: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not _host.is_of_parameter(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+            kept.append(tensor)  # so that no other storage gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call_order(root, step, device)
+    return sum(sizes.values())
+
+
 class _Recorder:
     """Turns module calls into `UnitCall`s by forward hooks on the candidates."""
 

@@ -48,7 +48,9 @@ from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
 from lightning_bigmodel.pipeline.blocks import check_blocks
 from lightning_bigmodel.pipeline.engine import PipelineEngine
 from lightning_bigmodel.pipeline.gradients import GradientWindow
+from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
+from lightning_bigmodel.pipeline.microbatch_size import MicrobatchSizer
 from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.pipeline.token_weight import TokenWeight
@@ -61,6 +63,7 @@ from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
 from lightning_bigmodel.strategies.collectives import CollectiveHooks
 from lightning_bigmodel.strategies.combinations import (
     check_callbacks,
+    check_memory_limit,
     check_module,
     check_optimizers,
     check_precision,
@@ -68,6 +71,7 @@ from lightning_bigmodel.strategies.combinations import (
 )
 from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile_setting
 from lightning_bigmodel.strategies.manual import ManualOptimization
+from lightning_bigmodel.strategies.memory import resident_bytes
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.sharded import ShardedRun
@@ -121,7 +125,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             optimizer's state and step (ZeRO-Offload, arXiv 2101.06840); `OffloadPolicy("disk", path=...)` also the
             state in files (ZeRO-Infinity, arXiv 2104.07857). Bytes and copies: see `OffloadPolicy`.
         num_microbatches: Parts each training batch is split into; a smaller batch gives fewer. Default: twice the
-            number of stages in a pipeline, else 1. Evaluation batches are not split.
+            number of stages in a pipeline, else 1. Evaluation batches are not split. `"auto"`: that or more, as few as
+            fit in memory on every rank, first by an estimate; a batch on which memory runs out is run again in smaller
+            parts. Under tensor parallelism the ranks of a layer must run out together.
         schedule: `"GPipe"`, `"1F1B"`, `"Interleaved1F1B"`, `"InterleavedZeroBubble"`, `"ZBVZeroBubble"` or
             `"DualPipeV"`.
         blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a
@@ -140,6 +146,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
             on CUDA.
         timeout: Longest wait in a collective.
+        memory_limit_bytes: With `num_microbatches="auto"`, what parameters, gradients, optimizer states and what is
+            kept for backward may take on a rank. Needed on the CPU; default on CUDA: the memory of the device.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -162,7 +170,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
     def __init__(
         self,
         pipeline_parallel_size: int | Literal["all"] = 1,
-        num_microbatches: int | None = None,
+        num_microbatches: int | Literal["auto"] | None = None,
         schedule: str = "1F1B",
         blocks: str | list[str] = "auto",
         tensor_parallel_size: int = 1,
@@ -180,6 +188,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         uneven_inputs: Literal["join", "stop"] = "join",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        memory_limit_bytes: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -188,11 +197,12 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         for name, value in (("pipeline_parallel_size", pipeline_parallel_size), ("num_microbatches", num_microbatches)):
-            optional = (name == "num_microbatches" and value is None) or (
+            optional = (name == "num_microbatches" and value in (None, "auto")) or (
                 name == "pipeline_parallel_size" and value == "all"
             )
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
+        check_memory_limit(memory_limit_bytes, num_microbatches)
         if batch_source not in ("broadcast", "replicated"):
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
         if not isinstance(schedule, str):
@@ -224,7 +234,10 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self._tensor_parallel_size, self._tensor_plan = tensor_parallel_size, tensor_plan
         self.num_nodes = 1
         self._pipeline_parallel_size = pipeline_parallel_size
-        self._num_microbatches = num_microbatches
+        self._finds_microbatches = num_microbatches == "auto"
+        self._num_microbatches = num_microbatches if isinstance(num_microbatches, int) else None
+        self._memory_limit_bytes = memory_limit_bytes
+        self._microbatch_state: dict[str, float] | None = None  # what an earlier run has found
         self._schedule, self._blocks = schedule, blocks
         self._microbatch_weight: MicrobatchWeight = (
             TokenWeight() if microbatch_weight == "tokens" else microbatch_weight
@@ -315,6 +328,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             is_scheduled = self.mesh.pipe_size > 1 or self._microbatches_for(self.mesh.pipe_size) > 1
+            is_scheduled = is_scheduled or self._finds_microbatches
             check_module(module, is_scheduled=is_scheduled)
             is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
             check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
@@ -332,7 +346,10 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             weight=self._microbatch_weight,
             ignored_attributes=_host.host_attributes(),
             seed=self._seed,
+            sizer=self._make_sizer() if fitting else None,
+            limit=None if self._memory_limit_bytes is None else MemoryLimit(self._memory_limit_bytes),
         )
+        self._engine.resident_bytes = lambda: resident_bytes(self)
         self._engine.signal = lambda: trainer.should_stop
         if fitting:
             # Before the trace, as a step may ask for its optimizers. Parameters stay the same objects throughout.
@@ -345,6 +362,19 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         if fitting:
             device = self.root_device if self._sharded is None else self._sharded.state_device
             _host.optimizers_to_device(self.optimizers, device)
+
+    def _make_sizer(self) -> MicrobatchSizer | None:
+        if not self._finds_microbatches:
+            return None
+        if self.root_device.type == "cpu" and self._memory_limit_bytes is None:
+            raise ValueError(
+                '`num_microbatches="auto"` looks for what fits, but a CPU does not say so before the system ends the '
+                "program. Give the memory one rank may take: `memory_limit_bytes=...`."
+            )
+        sizer = MicrobatchSizer(self._microbatches_for(self.mesh.pipe_size))
+        if self._microbatch_state is not None:
+            sizer.load_state_dict(self._microbatch_state)
+        return sizer
 
     def _partition(self, trainer: pl.Trainer) -> None:
         """Cut the model on its first batch, which rank 0 shares: all ranks must come to one plan."""
@@ -560,6 +590,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 self._compiled.restore()
                 self._compiled = None
             self._num_steps = self._engine.num_steps
+            if self._engine.sizer is not None:
+                self._microbatch_state = self._engine.sizer.state_dict()
             self._engine.places.close()
             with nullcontext() if self._failed else self._phase("teardown"):
                 if self._sharded is not None:

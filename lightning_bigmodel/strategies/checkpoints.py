@@ -195,6 +195,10 @@ class CheckpointMixin:
         strategy: BigModelStrategy = self
         path = Path(strategy.broadcast(str(filepath)))
         rest = dict(checkpoint)
+        sizer = None if strategy._engine is None else strategy._engine.sizer
+        found = strategy._microbatch_state if sizer is None else sizer.state_dict()
+        if found is not None:
+            rest[_MICROBATCH_SIZE] = found
         model_state = rest.pop("state_dict")
         optimizer_states = rest.pop("optimizer_states", None)
         extra_states = {
@@ -243,6 +247,8 @@ class CheckpointMixin:
             checkpoint["optimizer_states"] = loaded.optimizer_states
         checkpoint.update({f"{name}_state_dict": tensors for name, tensors in loaded.extra_states.items()})
         checkpoint[_IS_SHARDED] = True
+        if _MICROBATCH_SIZE in checkpoint and strategy.engine.sizer is not None:
+            strategy.engine.sizer.load_state_dict(checkpoint[_MICROBATCH_SIZE])
         return checkpoint
 
     def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -332,3 +338,4 @@ class CheckpointMixin:
 
 _EXTRA_STATE = "_extra_state"
 _IS_SHARDED = "lightning_bigmodel_sharded"
+_MICROBATCH_SIZE = "bigmodel_microbatch_size"  # what `num_microbatches="auto"` has found

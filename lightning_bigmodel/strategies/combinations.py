@@ -15,7 +15,32 @@ from torch import optim
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["check_callbacks", "check_module", "check_optimizers", "check_precision", "check_process_group_settings"]
+__all__ = [
+    "check_callbacks",
+    "check_memory_limit",
+    "check_module",
+    "check_optimizers",
+    "check_precision",
+    "check_process_group_settings",
+]
+
+
+def check_memory_limit(limit: Any, num_microbatches: Any) -> None:
+    """Refuse a limit that is none, or that nothing looks at.
+
+    Raises:
+        ValueError: With what to write.
+    """
+    if limit is None:
+        return
+    if num_microbatches != "auto":
+        raise ValueError(
+            f"`memory_limit_bytes={limit!r}` limits what micro-batches take, but their number is given: "
+            f"`num_microbatches={num_microbatches!r}`. "
+            'Set `num_microbatches="auto"`, or leave the limit out.'
+        )
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"`memory_limit_bytes={limit!r}` must be a whole number of bytes of at least 1.")
 
 
 def check_process_group_settings(backend: Any, timeout: Any) -> None:

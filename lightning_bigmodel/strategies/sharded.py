@@ -129,6 +129,13 @@ class ShardedRun(GradientPlaces):
         """Whether every parameter of this rank is whole between steps."""
         return self._gathering is None
 
+    def whole_bytes(self) -> int:
+        """Of whole parameters at once: all of them, or the largest two units in turn."""
+        if self._gathering is None:
+            return sum(p.numel() * p.element_size() for p in self.shards.parameters)
+        sizes = [sum(p.numel() * p.element_size() for p in unit.parameters) for unit in self._gathering.units]
+        return sum(sizes if self._gathering.keep_gathered else sorted(sizes)[-2:])
+
     @property
     def records(self) -> dict[int, RowShard]:
         """id(row shard) -> which rows of what."""
