@@ -268,13 +268,21 @@ class GatherPasses:
         self._calls[self._microbatch].update(units)
         # The gradient of a leaf may be ready before other parts of the backward: such units wait for the pass's end.
         if inputs and all(tensor.grad_fn is not None for tensor in inputs):
-            microbatch = self._microbatch
+            microbatch, num_inputs = self._microbatch, len(inputs)
+            missing = num_inputs
 
-            def done(_: Any) -> None:
-                for unit in units:
-                    self._call_done(unit, microbatch)
+            # Not torch's hook for several tensors: it refers to the nodes it hangs on, and graphs would stay until
+            # Python has looked for such cycles once for each block.
+            def arrived(_: Tensor) -> None:
+                nonlocal missing
+                missing -= 1
+                if not missing:
+                    missing = num_inputs  # of another backward through the same graph
+                    for unit in units:
+                        self._call_done(unit, microbatch)
 
-            torch.autograd.graph.register_multi_grad_hook(list(inputs), done)
+            for tensor in inputs:
+                tensor.register_hook(arrived)
 
     def after_call(self, unit: Unit) -> None:
         """The forward of a unit is over."""
