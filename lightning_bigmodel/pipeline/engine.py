@@ -21,6 +21,12 @@ from torch import Tensor, nn
 from lightning_bigmodel.mesh.build import RankMesh
 from lightning_bigmodel.mesh.rng import derive_seed, seeded_rng
 from lightning_bigmodel.pipeline import gate as gates
+from lightning_bigmodel.pipeline.batch_norm import (
+    DeferredStatistics,
+    deferred_layers,
+    refuse_batch_statistics,
+    refuse_several_owners,
+)
 from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
@@ -104,6 +110,7 @@ class _Payload:
     changes: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     signal: bool = False
+    batch_norm_calls: dict[int, int] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -120,6 +127,7 @@ class PipelineEngine:
         weight: How micro-batches weigh in the mean.
         ignored_attributes: Attribute names of the module that belong to the host.
         seed: Base of the random streams; equal on all ranks.
+        deferred_batch_norm: Whether running statistics are those of whole batches (see `batch_norm`).
 
     Raises:
         ValueError: For a schedule that cannot take these numbers.
@@ -137,6 +145,7 @@ class PipelineEngine:
         weight: MicrobatchWeight,
         ignored_attributes: Collection[str],
         seed: int,
+        deferred_batch_norm: bool = False,
     ) -> None:
         self.root, self.mesh, self.device = root, rank_mesh, device
         self.schedule = schedule if rank_mesh.pipe_size > 1 else "1F1B"
@@ -156,6 +165,8 @@ class PipelineEngine:
         self.places = GradientPlaces(rank_mesh.data_group)
         self.metrics: MetricLink | None = None
         self._loose_buffers: list[str] = []
+        self._defers_statistics = deferred_batch_norm
+        self._statistics: DeferredStatistics | None = None
 
     @property
     def is_pipelined(self) -> bool:
@@ -193,6 +204,8 @@ class PipelineEngine:
             for key, stages in ownership.stages_of_parameter.items()
         }
         names = {module: name for name, module in self.root.named_modules()}
+        if self._defers_statistics:
+            refuse_several_owners(ownership.stage_of_unit, names)
         buffer_owners = {
             f"{names[module]}.{name}": rank_of_stage(self.schedule, pipe_size, stages[0])
             for module, stages in ownership.stage_of_unit.items()
@@ -230,6 +243,8 @@ class PipelineEngine:
             }
             self._stages.append(stage)
         self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
+        if self._defers_statistics:
+            self._defer_statistics()
 
     def uninstall(self, *, restore: bool) -> None:
         """Remove the gates; with `restore`, put the whole model on every rank (collective over the pipeline)."""
@@ -237,6 +252,9 @@ class PipelineEngine:
             gates.ungate(self.planner.ownership.stage_of_unit)
         if self.metrics is not None:
             self.metrics.close()
+        if self._statistics is not None:
+            self._statistics.close()
+            self._statistics = None
         self._stages, self._torch_schedule, self.metrics = [], None, None
         if restore and self.share is not None:
             self.share.restore()
@@ -249,13 +267,26 @@ class PipelineEngine:
                     f"`num_microbatches={self.num_microbatches}` calls it once a micro-batch; its results would differ "
                     "from one process. Set `num_microbatches=1` (with `schedule='GPipe'` in a pipeline)."
                 )
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and self.num_microbatches > 1:
-                raise ValueError(
-                    f"`{name}` ({type(module).__name__}) normalises by statistics of the whole batch, but "
-                    f"`num_microbatches={self.num_microbatches}` shows it one micro-batch at a time; its results would "
-                    "differ from one process. Use GroupNorm or LayerNorm, freeze it with `.eval()`, or set "
-                    "`num_microbatches=1` (with `schedule='GPipe'` in a pipeline)."
-                )
+        refuse_batch_statistics(self.root, self.num_microbatches, is_deferred=self._defers_statistics)
+
+    def _defer_statistics(self) -> None:
+        assert self.planner.ownership is not None, "`partition` comes first"
+        layers = deferred_layers(self.root)
+        stages_of = {
+            inner: stages for unit, stages in self.planner.ownership.stage_of_unit.items() for inner in unit.modules()
+        }
+        here = set(self.stage_indices)
+        last_stage = self.num_stages - 1
+        loose = [name for name, layer in layers.items() if layer not in stages_of] if self.num_stages > 1 else []
+        self._statistics = DeferredStatistics(
+            layers,
+            owned=[name for name, layer in layers.items() if here & set(stages_of.get(layer, (last_stage,)))],
+            loose=loose,
+            device=self.device,
+            data_group=self.mesh.data_group,
+            pipe_group=self.mesh.pipe_group,
+            last_pipe_rank=rank_of_stage(self.schedule, self.mesh.pipe_size, last_stage) if loose else 0,
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -292,6 +323,7 @@ class PipelineEngine:
         group = dist.group.WORLD if self.mesh.data_size > 1 else self.mesh.model_group
         payloads = self._exchange(own, group)
         outcome = self._outcome(payloads, before)
+        self._move_statistics(payloads, counts)
         last = self._last_of_pipeline(payloads)
         if not self._checked_gradients and any(loss is not None for loss in last.losses) and counts:
             self._check_gradients(payloads)
@@ -343,16 +375,26 @@ class PipelineEngine:
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
         log.weight = weights[0]
         with _replaced_log(self.root, log, self.metrics):
-            with self.passes.forward(0), self._common_rng():
+            with self.passes.forward(0), self._common_rng(), self._collecting("train", is_last_stage=True):
                 result = step(batch)
             log.note_loss(loss_of(result))
         own = self._logged(log if counts else None)
         own.is_last = True
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
+        self._move_statistics(payloads, counts)
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
         logs = combine_logs([payload.logs for payload in payloads], losses_are_sums=self._weight == "sum")
         signal = any(payload.signal for payload in payloads)
         return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
+
+    def _collecting(self, kind: str, *, is_last_stage: bool) -> AbstractContextManager[Any]:
+        if self._statistics is None or kind != "train":
+            return nullcontext()
+        return self._statistics.collecting(is_last_stage=is_last_stage)
+
+    def _move_statistics(self, payloads: list[_Payload], counts: bool) -> None:
+        if self._statistics is not None:
+            self._statistics.finish([payload.batch_norm_calls for payload in payloads], counts=counts)
 
     def _common_rng(self) -> AbstractContextManager[Any]:
         """Tensor ranks draw the same numbers, data ranks their own; alone, a step draws as in one process."""
@@ -377,22 +419,23 @@ class PipelineEngine:
                     map_tensors(torch.clone, microbatch) if plan.trace.edits_batch else microbatch,
                     weights[index],
                     log,
-                    keeps_state=stage.is_last,
-                    returns_loss=kind == "train" and stage.is_last,
+                    kind=kind,
+                    is_last_stage=stage.is_last,
                 )
                 shared, own = derive_seed(*seeds), derive_seed(*seeds, 1 + stage.stage_index)
                 tasks.append(MicrobatchTask(call, plan, shares[index], shared, own))
             stage.tasks = tasks
 
     def _call(
-        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, keeps_state: bool, returns_loss: bool
+        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, kind: str, is_last_stage: bool
     ) -> Callable[[], Any]:
         def call() -> Any:
             log.weight, log.num_samples = weight, batch_size(microbatch) or 1
-            state = None if keeps_state else StepState(self.root, self._ignored, self._loose_buffers)
+            state = None if is_last_stage else StepState(self.root, self._ignored, self._loose_buffers)
             try:
-                result = step(microbatch)
-                if returns_loss:
+                with self._collecting(kind, is_last_stage=is_last_stage):
+                    result = step(microbatch)
+                if kind == "train" and is_last_stage:
                     log.note_loss(loss_of(result))
                 return result
             finally:
@@ -407,9 +450,9 @@ class PipelineEngine:
         entries = list(log.entries.values()) if log is not None else []
         names = {entry.metric for entry in entries if entry.metric is not None}
         parts = self.metrics.batch_values(names) if self.metrics is not None else {}
-        return _Payload(
-            self.mesh.data_rank, self.mesh.pipe_rank, self.mesh.tensor_rank, entries, parts, signal=self.signal()
-        )
+        place = (self.mesh.data_rank, self.mesh.pipe_rank, self.mesh.tensor_rank)
+        calls = self._statistics.news() if self._statistics is not None else {}
+        return _Payload(*place, entries, parts, signal=self.signal(), batch_norm_calls=calls)
 
     def _payload(
         self, kind: str, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]

@@ -45,6 +45,7 @@ from lightning_bigmodel import _host
 from lightning_bigmodel.mesh import Layout, MeshLoader, build_pipe_subgroups, build_rank_mesh, seeded_rng
 from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
 from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
+from lightning_bigmodel.pipeline.batch_norm import check_deferral
 from lightning_bigmodel.pipeline.blocks import check_blocks
 from lightning_bigmodel.pipeline.engine import PipelineEngine
 from lightning_bigmodel.pipeline.gradients import GradientWindow
@@ -130,6 +131,11 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             to its weight.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
+        deferred_batch_norm: Let BatchNorm in training mode normalise by micro-batches, so that numbers in training
+            differ from one process, and move its running statistics once a batch by the whole batch over all data
+            ranks, which evaluation then uses (see `pipeline.batch_norm`). One small message a step. Without it such
+            layers are refused where batches are split, and replicas keep running statistics of their own until an
+            evaluation takes those of the first. SyncBatchNorm in training mode is refused where batches are split.
         batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
             loads for itself under equal random states, with a check of the first batches.
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
@@ -169,6 +175,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         offload: Literal["cpu", "disk"] | OffloadPolicy | None = None,
         microbatch_weight: Literal["samples", "equal", "sum"] | Callable[[Any], Any] = "samples",
         compile_blocks: bool | Mapping[str, Any] = False,
+        deferred_batch_norm: bool = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
@@ -187,6 +194,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
         if batch_source not in ("broadcast", "replicated"):
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
+        if not isinstance(deferred_batch_norm, bool):
+            raise ValueError(f"`deferred_batch_norm={deferred_batch_norm!r}` must be True or False.")
         if not isinstance(schedule, str):
             raise ValueError(f"`schedule={schedule!r}` must be a name such as '1F1B'.")
         check_process_group_settings(process_group_backend, timeout)
@@ -217,6 +226,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self._num_microbatches = num_microbatches
         self._schedule, self._blocks = schedule, blocks
         self._microbatch_weight: MicrobatchWeight = microbatch_weight
+        self._deferred_batch_norm = deferred_batch_norm
         self._batch_source: Literal["broadcast", "replicated"] = batch_source
         self._process_group_backend, self._timeout = process_group_backend, timeout
         if isinstance(pipeline_parallel_size, int):
@@ -305,6 +315,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             check_module(module, is_scheduled=is_scheduled)
             is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
             check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
+            if self._deferred_batch_norm:
+                check_deferral(module, self._microbatches_for(self.mesh.pipe_size), self.mesh.data_size)
         self.model = self.precision_plugin.convert_module(module)
         if self.world_size > 1:
             broadcast_module(module)
@@ -319,6 +331,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             weight=self._microbatch_weight,
             ignored_attributes=_host.host_attributes(),
             seed=self._seed,
+            deferred_batch_norm=self._deferred_batch_norm,
         )
         self._engine.signal = lambda: trainer.should_stop
         if fitting:
