@@ -27,7 +27,6 @@ __all__ = [
     "check_deferral",
     "deferred_layers",
     "refuse_batch_statistics",
-    "refuse_several_owners",
 ]
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -92,22 +91,6 @@ def check_deferral(root: nn.Module, num_microbatches: int, data_size: int) -> No
             "`deferred_batch_norm=True`, but `num_microbatches=1` does not split batches and there is one data rank: "
             "every BatchNorm sees whole batches. Leave `deferred_batch_norm` out."
         )
-
-
-def refuse_several_owners(stages_of_unit: Mapping[nn.Module, Sequence[int]], names: Mapping[nn.Module, str]) -> None:
-    """Refuse to defer a layer that several stages call: its running statistics have one owner.
-
-    Raises:
-        ValueError: With the layer and its stages.
-    """
-    for unit, stages in stages_of_unit.items():
-        for module in unit.modules() if len(stages) > 1 else ():
-            if isinstance(module, _BatchNorm) and module.track_running_stats:
-                raise ValueError(
-                    f"`{names[module]}` ({type(module).__name__}) is called on pipeline stages {sorted(stages)}, but "
-                    "`deferred_batch_norm=True` keeps running statistics on one stage. Give each call a layer of its "
-                    "own, or name `blocks` so that one stage makes all calls."
-                )
 
 
 class _Layer:

@@ -25,7 +25,6 @@ from lightning_bigmodel.pipeline.batch_norm import (
     DeferredStatistics,
     deferred_layers,
     refuse_batch_statistics,
-    refuse_several_owners,
 )
 from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
@@ -204,8 +203,6 @@ class PipelineEngine:
             for key, stages in ownership.stages_of_parameter.items()
         }
         names = {module: name for name, module in self.root.named_modules()}
-        if self._defers_statistics:
-            refuse_several_owners(ownership.stage_of_unit, names)
         buffer_owners = {
             f"{names[module]}.{name}": rank_of_stage(self.schedule, pipe_size, stages[0])
             for module, stages in ownership.stage_of_unit.items()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_bigmodel.pipeline.batch_norm import DeferredStatistics, deferred_layers
+from lightning_bigmodel.pipeline.batch_norm import DeferredStatistics, deferred_layers, refuse_batch_statistics
 from lightning_bigmodel.testing import run_ranks
 
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
@@ -147,10 +147,10 @@ def test_recomputation_counts_nothing(use_reentrant: bool) -> None:
     _assert_same(module, expected)
 
 
-def _compiled(backend: str, recomputes: bool) -> None:
+def _compiled(recomputes: bool) -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
     expected, statistics = copy.deepcopy(module), _deferred(module)
-    compiled = torch.compile(module.forward, backend=backend, fullgraph=True)
+    compiled = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         batch = torch.randn(8, 3)
         call = (lambda part: checkpoint(compiled, part, use_reentrant=False)) if recomputes else compiled
@@ -160,11 +160,10 @@ def _compiled(backend: str, recomputes: bool) -> None:
     assert int(module[2].num_batches_tracked) == 3
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_compiled_layers(backend: str, recomputes: bool) -> None:
+def test_compiled_layers(recomputes: bool) -> None:
     """Notes that are taken once, when the compiler traces, or a layer that breaks the graph."""
-    assert run_ranks(_compiled, 1, backend, recomputes) == [None]
+    assert run_ranks(_compiled, 1, recomputes) == [None]
 
 
 def test_what_counts_nothing() -> None:
@@ -199,6 +198,27 @@ def test_one_value_a_channel_is_refused_by_name() -> None:
     statistics = _deferred(module)
     with pytest.raises(ValueError, match=r"`0` \(BatchNorm1d\).*\(1, 3\).*fewer `num_microbatches`.*`drop_last=True`"):
         _step(statistics, module, [torch.ones(1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.SyncBatchNorm(3), r"`1` \(SyncBatchNorm\) waits for all ranks.*`num_microbatches=2`.*Use BatchNorm"),
+        (
+            nn.BatchNorm1d(3, track_running_stats=False),
+            r"`1` \(BatchNorm1d\) has `track_running_stats=False`.*GroupNorm",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_deferred(other: nn.Module, message: str) -> None:
+    """One layer that can be deferred hides another that cannot; frozen or where batches are whole, none matters."""
+    root = nn.Sequential(nn.BatchNorm1d(3), other)
+    assert list(deferred_layers(root)) == ["0"]
+    with pytest.raises(ValueError, match=message):
+        refuse_batch_statistics(root, 2, is_deferred=True)
+    refuse_batch_statistics(root, 1, is_deferred=True)
+    other.eval()
+    refuse_batch_statistics(root, 2, is_deferred=True)
 
 
 def test_nothing_is_left_behind() -> None:

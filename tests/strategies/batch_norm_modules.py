@@ -53,10 +53,6 @@ class Norms(LightningModule):
             hidden = checkpoint(block, hidden, use_reentrant=False) if recomputes else block(hidden)
         return (hidden * scale).square().mean()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Normalises by running statistics."""
-        self.log("val", self.training_step(batch, batch_idx), batch_size=len(batch))
-
     def configure_optimizers(self) -> Any:
         """SGD, which turns no rounding noise into steps."""
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)

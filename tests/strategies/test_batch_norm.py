@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_bigmodel import BigModelStrategy
-from lightning_bigmodel.testing import CollectiveCounter, TinyChain, run_ranks
+from lightning_bigmodel.testing import CollectiveCounter, run_ranks
 from tests.strategies.batch_norm_modules import Norms, by_hand, loader, samples
 from tests.strategies.trainer_modules import trainer
 
@@ -29,15 +30,28 @@ LAYOUTS: dict[str, tuple[int, int, int, int, dict[str, Any], dict[str, Any]]] = 
 }
 
 
-def _fit(num_samples: int, batch_size: int, settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Tensor]:
-    module = Norms()
+class _Watches(Callback):
+    """Keeps what a rank would evaluate with after each batch."""
+
+    def __init__(self) -> None:
+        self.whitening: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.whitening.append(torch.cat([pl_module.whiten.running_mean, pl_module.whiten.running_var]))
+
+
+def _fit(
+    num_samples: int, batch_size: int, settings: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    module, watches = Norms(), _Watches()
     attributes = {name: set(part.__dict__) for name, part in module.named_modules()}
     strategy = BigModelStrategy(**settings, deferred_batch_norm=True)
-    trainer(strategy, torch.distributed.get_world_size(), **options).fit(module, loader(num_samples, batch_size))
+    run = trainer(strategy, torch.distributed.get_world_size(), callbacks=[watches], **options)
+    run.fit(module, loader(num_samples, batch_size))
     for name, part in module.named_modules():
         assert {"forward"}.isdisjoint(set(part.__dict__) - attributes[name]), name
     assert all(layer.track_running_stats for layer in module.modules() if isinstance(layer, nn.BatchNorm1d))
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return {name: value.clone() for name, value in module.state_dict().items()}, watches.whitening
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -52,15 +66,115 @@ def test_running_statistics_of_whole_batches(name: str) -> None:
         first(batch)  # one process
     found = run_ranks(_fit, world_size, num_samples, batch_size, settings, options)
     assert len(found) == world_size
-    for state in found:
+    for state, whitening in found:
+        # Code before the blocks runs on every stage: it must evaluate alike there at any time, not after the run only.
+        assert torch.equal(torch.stack(whitening), torch.stack(found[0][1]))
         assert list(state) == list(expected)
         for key, value in expected.items():
             torch.testing.assert_close(
                 state[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
             )
             if "norm.running" in key or "whiten" in key:
-                assert torch.equal(state[key], found[0][key]), key
+                assert torch.equal(state[key], found[0][0][key]), key
         for key, value in first.named_buffers():
             torch.testing.assert_close(state[f"blocks.0.norm.{key}"], value, rtol=1e-6, atol=1e-6)
-    assert int(found[0]["blocks.1.norm.num_batches_tracked"]) == 2 * int(found[0]["blocks.0.norm.num_batches_tracked"])
-    assert int(found[0]["blocks.3.norm.num_batches_tracked"]) == 0
+    state, whitening = found[0]
+    assert len(whitening) == int(state["blocks.0.norm.num_batches_tracked"]) > 1
+    assert int(state["blocks.1.norm.num_batches_tracked"]) == 2 * len(whitening)
+    assert int(state["blocks.3.norm.num_batches_tracked"]) == 0
+
+
+def _count(settings: dict[str, Any]) -> tuple[int, int, int]:
+    """All-reduces, their bytes, and gathers of a run."""
+    with CollectiveCounter() as counter:
+        trainer(BigModelStrategy(**settings), torch.distributed.get_world_size()).fit(Norms(), loader(24, 4))
+    return counter.num_calls["all_reduce"], counter.payload_bytes["all_reduce"], counter.num_calls["all_gather"]
+
+
+def test_one_small_message_a_step() -> None:
+    """A message a layer, a message that tells of calls every time, or any where there are no such layers."""
+    plain = run_ranks(_count, 2, {})
+    deferred = run_ranks(_count, 2, {"deferred_batch_norm": True})
+    num_steps, num_numbers = 3, 6 * (1 + 2 * 4)  # calls counted in a step: one a layer, two of the second, none frozen
+    for (num_before, bytes_before, gathers_before), (num_after, bytes_after, gathers_after) in zip(
+        plain, deferred, strict=True
+    ):
+        assert num_after - num_before == num_steps
+        assert bytes_after - bytes_before == num_steps * num_numbers * 8
+        assert gathers_after == gathers_before
+
+
+def _replicas() -> list[Tensor]:
+    module = Norms()
+    trainer(BigModelStrategy(), 2).fit(module, loader(16, 4))
+    return [module.blocks[0].norm.running_mean]
+
+
+def test_replicas_without_it_drift_apart() -> None:
+    """What the setting is for without micro-batches; the README says it of replicas."""
+    first, second = run_ranks(_replicas, 2)
+    assert (first[0] - second[0]).abs().max() > 1e-3
+
+
+class _Only(LightningModule):
+    """One layer, and a chain of blocks."""
+
+    def __init__(self, kind: Any = nn.BatchNorm1d, **options: Any) -> None:
+        super().__init__()
+        self.norm = kind(4, **options)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """A loss."""
+        hidden = self.norm(batch)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+# Settings, options of the module's layer, parts of the message.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "no layer": (PIPE, {"kind": nn.LayerNorm}, ["`_Only` has no BatchNorm", "Leave `deferred_batch_norm` out"]),
+    "synchronised": (PIPE, {"kind": nn.SyncBatchNorm}, ["`_Only` has no BatchNorm", "SyncBatchNorm"]),
+    "keeps nothing": (
+        PIPE,
+        {"track_running_stats": False},
+        ["`_Only` has no BatchNorm", "`track_running_stats=False`"],
+    ),
+    "no split": (
+        {**PIPE, "num_microbatches": 1, "schedule": "GPipe"},
+        {},
+        ["`num_microbatches=1` does not split", "one data rank"],
+    ),
+    "not deferred": (
+        {**PIPE, "deferred_batch_norm": False},
+        {},
+        ["`norm` (BatchNorm1d)", "`deferred_batch_norm=True`"],
+    ),
+    "not a switch": ({**PIPE, "deferred_batch_norm": "yes"}, {}, ["`deferred_batch_norm='yes'`", "True or False"]),
+}
+
+
+def _refusals() -> dict[str, str]:
+    found = {}
+    for name, (settings, options, _) in REFUSED.items():
+        with pytest.raises(ValueError, match="BatchNorm|deferred_batch_norm") as caught:
+            trainer(BigModelStrategy(**{"deferred_batch_norm": True, **settings}), 2).fit(
+                _Only(**options), torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=8)
+            )
+        found[name] = str(caught.value)
+    return found
+
+
+def test_refused_on_every_rank() -> None:
+    """A setting that changes nothing, or that one rank alone refuses."""
+    found = run_ranks(_refusals, 2)
+    assert len(found) == 2
+    for messages in found:
+        for name, (_, _, parts) in REFUSED.items():
+            for part in parts:
+                assert part in messages[name]
