@@ -180,6 +180,19 @@ def test_what_counts_nothing() -> None:
         assert torch.equal(module["frozen"](batch), before["frozen"](batch))
 
 
+def test_a_layer_frozen_later_is_not_written() -> None:
+    """Backward needs the running statistics a frozen layer normalised by; where it comes after `finish`, it fails."""
+    layer = nn.BatchNorm1d(3)
+    statistics = _deferred(nn.Sequential(layer))
+    _step(statistics, layer, [torch.randn(4, 3)])
+    layer.eval()
+    with statistics.collecting(is_last_stage=True):
+        output = layer(torch.randn(4, 3).requires_grad_())
+    statistics.finish([statistics.news()], counts=True)
+    output.square().sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_calls_outside_of_training_steps_are_as_always() -> None:
     """A hook that refreshes running statistics by hand (as `torch.optim.swa_utils.update_bn` does) finds them fixed."""
     layer = nn.BatchNorm1d(3)
