@@ -141,8 +141,11 @@ class _Layer:
         if not count:
             return
         wide = inputs if inputs.dtype == torch.float64 else inputs.float()
-        variance, mean = torch.var_mean(wide, [dim for dim in range(inputs.ndim) if dim != 1], correction=0)
-        mean = mean.double()
+        # Two passes: as exact as `torch.var_mean`, which took 14 times as long on images on a CPU (torch 2.13).
+        dims = [dim for dim in range(inputs.ndim) if dim != 1]
+        mean = wide.mean(dims, keepdim=True)
+        variance = (wide - mean).square_().mean(dims)
+        mean = mean.reshape(-1).double()
         self.sums[call][0] += count
         self.sums[call][1:] += torch.cat([mean, variance.double() + mean.square()]) * count
 
@@ -242,7 +245,8 @@ class DeferredStatistics:
         pipe_group: This rank's pipeline.
         last_pipe_rank: The rank in it that has the last stage.
 
-    Memory: 8 (1 + 2 channels) bytes a layer and call. Communication a step: so much in one all-reduce over the data
+    Memory: 8 (1 + 2 channels) bytes a layer and call, and at each call for a moment one more copy of the layer's input
+    (in half precision two, of single precision). Communication a step: the former in one all-reduce over the data
     ranks, if there are several; and the running statistics of `loose` once from the last stage.
     """
 
