@@ -3,8 +3,8 @@
     forward of a micro-batch:   normalise by its own statistics, note (count, sum, sum of squares) of the layer's input
     end of the training batch:  add these up over micro-batches and data ranks, move the running statistics once
 
-GPipe (arXiv 1811.06965, section 3) and torchgpipe (arXiv 2004.09910), whose `DeferredBatchNorm` pools the micro-batches
-of one pipeline; here data ranks, layers called several times in a step and recomputation are right too.
+GPipe (arXiv 1811.06965, section 2.2) and torchgpipe (arXiv 2004.09910), whose `DeferredBatchNorm` pools the
+micro-batches of one pipeline; here data ranks, layers called several times in a step and recomputation are right too.
 """
 
 from __future__ import annotations
@@ -160,6 +160,14 @@ class _Layer:
         taken, self.sums = [*self.sums, *[empty] * missing], []
         return taken
 
+    @torch.no_grad()
+    def move_alone(self, inputs: Tensor) -> None:
+        """Move the running statistics by one call outside of a training step, where compiled code cannot do it."""
+        kept, self.sums, self.num_calls = self.sums, [], 0
+        self._add(inputs)
+        self.move(self.sums[0])
+        self.sums = kept
+
     def move(self, sums: Tensor) -> None:
         """Move the running statistics as one process would at one call; not at all where the count is zero.
 
@@ -191,8 +199,8 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
 @torch.library.custom_op("lightning_bigmodel::note_batch", mutates_args=("token",), tags=(torch.Tag.cudagraph_unsafe,))
 def _note_batch(inputs: Tensor, token: Tensor, key: int) -> None:
     layer = _layers.get(key)
-    if layer is not None:
-        layer.note(inputs)
+    if layer is not None and not layer.note(inputs):
+        layer.move_alone(inputs)
 
 
 @_note_batch.register_fake

@@ -158,6 +158,8 @@ def _compiled(*, recomputes: bool) -> None:
         expected[0](batch)
         _assert_same(module[0], expected[0])
     assert int(module[2].num_batches_tracked) == 3
+    compiled(batch), expected[0](batch)  # outside of a training step
+    _assert_same(module[0], expected[0])
 
 
 def _compiled_both_ways() -> None:
