@@ -22,6 +22,11 @@ from torch import Tensor, nn
 from lightning_bigmodel.mesh.build import RankMesh
 from lightning_bigmodel.mesh.rng import derive_seed, seeded_rng
 from lightning_bigmodel.pipeline import gate as gates
+from lightning_bigmodel.pipeline.batch_norm import (
+    DeferredStatistics,
+    deferred_layers,
+    refuse_batch_statistics,
+)
 from lightning_bigmodel.pipeline.exchange import gather_objects
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
@@ -115,6 +120,7 @@ class _Payload:
     signal: bool = False
     is_training: bool = False
     ran_out: str | None = None  # of memory; why smaller micro-batches would not help, or nothing
+    batch_norm_calls: dict[int, int] = field(default_factory=dict)
 
 
 def _shares(weights: list[float]) -> list[float]:
@@ -148,6 +154,7 @@ class PipelineEngine:
         seed: Base of the random streams; equal on all ranks.
         sizer: Finds the number of micro-batches of each batch, at least `num_microbatches`; None: it stays that.
         limit: What running out of memory is, where the device does not say so.
+        deferred_batch_norm: Whether running statistics are those of whole batches (see `batch_norm`).
 
     Raises:
         ValueError: For a schedule that cannot take these numbers.
@@ -167,6 +174,7 @@ class PipelineEngine:
         seed: int,
         sizer: MicrobatchSizer | None = None,
         limit: MemoryLimit | None = None,
+        deferred_batch_norm: bool = False,
     ) -> None:
         self.root, self.mesh, self.device = root, rank_mesh, device
         self.schedule = schedule if rank_mesh.pipe_size > 1 else "1F1B"
@@ -189,6 +197,8 @@ class PipelineEngine:
         self.places = GradientPlaces(rank_mesh.data_group)
         self.metrics: MetricLink | None = None
         self._loose_buffers: list[str] = []
+        self._defers_statistics = deferred_batch_norm
+        self._statistics: DeferredStatistics | None = None
 
     @property
     def is_pipelined(self) -> bool:
@@ -264,6 +274,8 @@ class PipelineEngine:
             stage.limit, stage.recovers = self._limit, self.sizer is not None
             self._stages.append(stage)
         self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
+        if self._defers_statistics:
+            self._defer_statistics()
 
     def uninstall(self, *, restore: bool) -> None:
         """Remove the gates; with `restore`, put the whole model on every rank (collective over the pipeline)."""
@@ -271,25 +283,42 @@ class PipelineEngine:
             gates.ungate(self.planner.ownership.stage_of_unit)
         if self.metrics is not None:
             self.metrics.close()
+        if self._statistics is not None:
+            self._statistics.close()
+            self._statistics = None
         self._stages, self._torch_schedules, self.metrics = [], {}, None
         if restore and self.share is not None:
             self.share.restore()
 
     def _refuse_batch_statistics(self) -> None:
+        num_microbatches = self.num_microbatches if self.sizer is None else max(2, self.num_microbatches)
         for name, module in self.root.named_modules():
-            if type(module).__name__ == "_SpectralNorm" and module.training and self.num_microbatches > 1:
+            if type(module).__name__ == "_SpectralNorm" and module.training and num_microbatches > 1:
                 raise ValueError(
                     f"`{name}` (spectral_norm) takes a step of its power iteration at each call, but "
-                    f"`num_microbatches={self.num_microbatches}` calls it once a micro-batch; its results would differ "
+                    f"`num_microbatches={num_microbatches}` calls it once a micro-batch; its results would differ "
                     "from one process. Set `num_microbatches=1` (with `schedule='GPipe'` in a pipeline)."
                 )
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and self.num_microbatches > 1:
-                raise ValueError(
-                    f"`{name}` ({type(module).__name__}) normalises by statistics of the whole batch, but "
-                    f"`num_microbatches={self.num_microbatches}` shows it one micro-batch at a time; its results would "
-                    "differ from one process. Use GroupNorm or LayerNorm, freeze it with `.eval()`, or set "
-                    "`num_microbatches=1` (with `schedule='GPipe'` in a pipeline)."
-                )
+        refuse_batch_statistics(self.root, num_microbatches, is_deferred=self._defers_statistics)
+
+    def _defer_statistics(self) -> None:
+        assert self.planner.ownership is not None, "`partition` comes first"
+        layers = deferred_layers(self.root)
+        stages_of = {
+            inner: stages for unit, stages in self.planner.ownership.stage_of_unit.items() for inner in unit.modules()
+        }
+        here = set(self.stage_indices)
+        last_stage = self.num_stages - 1
+        loose = [name for name, layer in layers.items() if layer not in stages_of] if self.num_stages > 1 else []
+        self._statistics = DeferredStatistics(
+            layers,
+            owned=[name for name, layer in layers.items() if here & set(stages_of.get(layer, (last_stage,)))],
+            loose=loose,
+            device=self.device,
+            data_group=self.mesh.data_group,
+            pipe_group=self.mesh.pipe_group,
+            last_pipe_rank=rank_of_stage(self.schedule, self.mesh.pipe_size, last_stage) if loose else 0,
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -385,6 +414,7 @@ class PipelineEngine:
             self._undo(snapshot, payloads)
             return None
         outcome = self._outcome(payloads, before)
+        self._move_statistics(payloads, counts)
         last = self._last_of_pipeline(payloads)
         if counts and any(weight is not None for weight in last.weights):
             weights = _all_returned(last.weights)
@@ -416,6 +446,8 @@ class PipelineEngine:
     def _undo(self, snapshot: StepSnapshot, payloads: list[_Payload]) -> None:
         """Before the same batch runs again in smaller parts."""
         snapshot.restore()
+        if self._statistics is not None:
+            self._statistics.forget()
         for parameter in self.places.accumulating(self.trained_parameters()):
             parameter.grad = None
         self.num_steps -= 1
@@ -465,7 +497,7 @@ class PipelineEngine:
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
         log.weight = weights[0]
         with _replaced_log(self.root, log, self.metrics):
-            with self.passes.forward(0), self._common_rng():
+            with self.passes.forward(0), self._common_rng(), self._collecting("train", is_last_stage=True):
                 result = step(batch)
             returned = returned_weight(result) if counts else None
             if returned is not None and not self.weighs_in_schedule:
@@ -479,6 +511,7 @@ class PipelineEngine:
         own.is_last = own.is_training = True
         own.weights = [] if returned is None else [returned]
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
+        self._move_statistics(payloads, counts)
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
         logs = self._combined_logs(payloads, any(payload.weights for payload in payloads))
         signal = any(payload.signal for payload in payloads)
@@ -488,6 +521,15 @@ class PipelineEngine:
     def weighs_in_schedule(self) -> bool:
         """Whether the gradients of a schedule have the weights in them already, and not the shares of a batch."""
         return self._weight not in ("equal", "sum")
+
+    def _collecting(self, kind: str, *, is_last_stage: bool) -> AbstractContextManager[Any]:
+        if self._statistics is None or kind != "train":
+            return nullcontext()
+        return self._statistics.collecting(is_last_stage=is_last_stage)
+
+    def _move_statistics(self, payloads: list[_Payload], counts: bool) -> None:
+        if self._statistics is not None:
+            self._statistics.finish([payload.batch_norm_calls for payload in payloads], counts=counts)
 
     def _common_rng(self) -> AbstractContextManager[Any]:
         """Tensor ranks draw the same numbers, data ranks their own; alone, a step draws as in one process."""
@@ -519,22 +561,23 @@ class PipelineEngine:
                     map_tensors(torch.clone, microbatch) if plan.trace.edits_batch else microbatch,
                     weights[index],
                     log,
-                    keeps_state=stage.is_last,
-                    returns_loss=kind == "train" and stage.is_last,
+                    kind=kind,
+                    is_last_stage=stage.is_last,
                 )
                 shared, own = derive_seed(*seeds), derive_seed(*seeds, 1 + stage.stage_index)
                 tasks.append(MicrobatchTask(call, plan, seeds_of_losses[index], reference, shared, own))
             stage.tasks = tasks
 
     def _call(
-        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, keeps_state: bool, returns_loss: bool
+        self, step: Step, microbatch: Any, weight: float, log: StepLog, *, kind: str, is_last_stage: bool
     ) -> Callable[[], Any]:
         def call() -> Any:
             log.weight, log.num_samples = weight, batch_size(microbatch) or 1
-            state = None if keeps_state else StepState(self.root, self._ignored, self._loose_buffers)
+            state = None if is_last_stage else StepState(self.root, self._ignored, self._loose_buffers)
             try:
-                result = step(microbatch)
-                if returns_loss:
+                with self._collecting(kind, is_last_stage=is_last_stage):
+                    result = step(microbatch)
+                if kind == "train" and is_last_stage:
                     log.note_loss(loss_of(result), returned_weight(result) if weight else None)
                 return result
             finally:
@@ -549,9 +592,9 @@ class PipelineEngine:
         entries = list(log.entries.values()) if log is not None else []
         names = {entry.metric for entry in entries if entry.metric is not None}
         parts = self.metrics.batch_values(names) if self.metrics is not None else {}
-        return _Payload(
-            self.mesh.data_rank, self.mesh.pipe_rank, self.mesh.tensor_rank, entries, parts, signal=self.signal()
-        )
+        place = (self.mesh.data_rank, self.mesh.pipe_rank, self.mesh.tensor_rank)
+        calls = self._statistics.news() if self._statistics is not None else {}
+        return _Payload(*place, entries, parts, signal=self.signal(), batch_norm_calls=calls)
 
     def _payload(
         self, kind: str, log: StepLog | None, before: StepState, microbatches: list[Any], shares: list[float]

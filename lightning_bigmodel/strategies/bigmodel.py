@@ -45,6 +45,7 @@ from lightning_bigmodel import _host
 from lightning_bigmodel.mesh import Layout, MeshLoader, build_pipe_subgroups, build_rank_mesh, seeded_rng
 from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
 from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
+from lightning_bigmodel.pipeline.batch_norm import check_deferral
 from lightning_bigmodel.pipeline.blocks import check_blocks
 from lightning_bigmodel.pipeline.engine import PipelineEngine
 from lightning_bigmodel.pipeline.gradients import GradientWindow
@@ -138,6 +139,11 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             returns `{"loss": ..., "microbatch_weight": number}` says it itself.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
+        deferred_batch_norm: Let BatchNorm in training mode normalise by micro-batches, so that numbers in training
+            differ from one process, and move its running statistics once a batch by the whole batch over all data
+            ranks, which evaluation then uses (see `pipeline.batch_norm`). One small message a step. Without it such
+            layers are refused where batches are split, and replicas keep running statistics of their own until an
+            evaluation takes those of the first. SyncBatchNorm in training mode is refused where batches are split.
         batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
             loads for itself under equal random states, with a check of the first batches.
         uneven_inputs: Where data ranks run out of training batches at different times, as loaders that the user shards
@@ -184,6 +190,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         | TokenWeight
         | Callable[[Any], Any] = "samples",
         compile_blocks: bool | Mapping[str, Any] = False,
+        deferred_batch_norm: bool = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         uneven_inputs: Literal["join", "stop"] = "join",
         process_group_backend: str | None = None,
@@ -205,6 +212,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         check_memory_limit(memory_limit_bytes, num_microbatches)
         if batch_source not in ("broadcast", "replicated"):
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
+        if not isinstance(deferred_batch_norm, bool):
+            raise ValueError(f"`deferred_batch_norm={deferred_batch_norm!r}` must be True or False.")
         if not isinstance(schedule, str):
             raise ValueError(f"`schedule={schedule!r}` must be a name such as '1F1B'.")
         check_process_group_settings(process_group_backend, timeout)
@@ -242,6 +251,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         self._microbatch_weight: MicrobatchWeight = (
             TokenWeight() if microbatch_weight == "tokens" else microbatch_weight
         )
+        self._deferred_batch_norm = deferred_batch_norm
         self._batch_source: Literal["broadcast", "replicated"] = batch_source
         self._uneven_inputs: Literal["join", "stop"] = uneven_inputs
         self._process_group_backend, self._timeout = process_group_backend, timeout
@@ -332,6 +342,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             check_module(module, is_scheduled=is_scheduled)
             is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
             check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
+            if self._deferred_batch_norm:
+                least = 2 if self._finds_microbatches else 1
+                check_deferral(module, max(least, self._microbatches_for(self.mesh.pipe_size)), self.mesh.data_size)
         self.model = self.precision_plugin.convert_module(module)
         if self.world_size > 1:
             broadcast_module(module)
@@ -348,6 +361,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
             seed=self._seed,
             sizer=self._make_sizer() if fitting else None,
             limit=None if self._memory_limit_bytes is None else MemoryLimit(self._memory_limit_bytes),
+            deferred_batch_norm=self._deferred_batch_norm,
         )
         self._engine.resident_bytes = lambda: resident_bytes(self)
         self._engine.signal = lambda: trainer.should_stop
