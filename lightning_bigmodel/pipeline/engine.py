@@ -22,6 +22,7 @@ from lightning_bigmodel.mesh.build import RankMesh
 from lightning_bigmodel.mesh.rng import derive_seed, seeded_rng
 from lightning_bigmodel.pipeline import gate as gates
 from lightning_bigmodel.pipeline.exchange import gather_objects
+from lightning_bigmodel.pipeline.gradient_watch import GradientWatch, WatchedMicrobatch
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
@@ -155,6 +156,7 @@ class PipelineEngine:
         self._checked_gradients = False
         self.places = GradientPlaces(rank_mesh.data_group)
         self.metrics: MetricLink | None = None
+        self.watches: list[GradientWatch] = []
         self._loose_buffers: list[str] = []
 
     @property
@@ -228,6 +230,7 @@ class PipelineEngine:
                 stage_index: rank_of_stage(self.schedule, self.mesh.pipe_size, stage_index)
                 for stage_index in range(self.num_stages)
             }
+            stage.watches = self.watches
             self._stages.append(stage)
         self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
 
@@ -277,7 +280,7 @@ class PipelineEngine:
         if self._torch_schedule is None:
             self._torch_schedule = build_schedule(self.schedule, self._stages, self.num_microbatches)
         seeds = shares
-        if self.places.sums_early and self._weight not in ("equal", "sum"):
+        if self.places.sums_early and self._weight != "sum":
             # Gradients of several ranks are summed within the schedule, so a rank's weight enters there.
             reference = self.places.common_reference(total) or 1.0
             seeds = [weight / reference for weight in weights]
@@ -301,8 +304,29 @@ class PipelineEngine:
             outcome.loss, rescale = self._mean_loss(losses, sum(kept), total)
             if rescale != 1.0 and seeds is shares:
                 self._scale_gradients(rescale)
-        outcome.weight = sum(kept) if self._weight not in ("equal", "sum") else float(counts and bool(kept))
+        is_kept_weight = self._weight not in ("equal", "sum") or (self._weight == "equal" and seeds is not shares)
+        outcome.weight = sum(kept) if is_kept_weight else float(counts and bool(kept))
+        if self.watches:
+            # What is left of a batch makes up for micro-batches without a loss where each batch has one share.
+            whole = outcome.weight / (sum(kept) or 1.0)
+            shares = [
+                0.0 if loss is None else weight * whole for weight, loss in zip(weights, last.losses, strict=True)
+            ]
+            watched = zip(microbatches, shares, seeds, strict=True)
+            self.tell_batch([(microbatch, share, seed) for microbatch, share, seed in watched])
         return outcome
+
+    def tell_batch(self, microbatches: Sequence[tuple[Any, float, float]]) -> None:
+        """Tell the watches that a batch's backwards are over: (micro-batch, weight in the window, seed) of each."""
+        told = [
+            WatchedMicrobatch(index=index, weight=weight, seed=seed, size=self._size_of(microbatch, weight))
+            for index, (microbatch, weight, seed) in enumerate(microbatches)
+        ]
+        for watch in self.watches:
+            watch.end_batch(told)
+
+    def _size_of(self, microbatch: Any, weight: float) -> float:
+        return weight if callable(self._weight) else float(batch_size(microbatch) or 1)
 
     def _mean_loss(self, losses: list[tuple[Tensor, float]], kept: float, total: float) -> tuple[Tensor, float]:
         """Loss of the batch, and the factor by which micro-batches without a loss must be made up for."""

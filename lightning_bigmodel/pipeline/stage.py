@@ -15,6 +15,7 @@ from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng, seed
 from lightning_bigmodel.pipeline.backward import SplitBackward
 from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
 from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
+from lightning_bigmodel.pipeline.gradient_watch import GradientWatch
 from lightning_bigmodel.pipeline.passes import Passes
 
 __all__ = ["MicrobatchStage", "MicrobatchTask", "StageModule", "loss_of"]
@@ -155,6 +156,7 @@ class MicrobatchStage:
         self.output_chunks: list[Any] = []
         self.tasks: Sequence[MicrobatchTask] = ()
         self.passes = Passes()
+        self.watches: Sequence[GradientWatch] = ()
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -271,8 +273,19 @@ class MicrobatchStage:
             return
         self.passes.begin_backward(index)
         if not self._is_absent(index):
-            self._backward(self.tasks[index], self._flight(index), full_backward)
+            with self._watched(index):
+                self._backward(self.tasks[index], self._flight(index), full_backward)
         (self.passes.end_backward if full_backward else self.passes.pause_backward)(index)
+
+    @contextmanager
+    def _watched(self, index: int) -> Iterator[None]:
+        for watch in self.watches:
+            watch.begin_backward(index)
+        try:
+            yield
+        finally:
+            for watch in self.watches:
+                watch.end_backward()
 
     def _backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
         outputs, gradients, passing = self._roots(task, flight)
@@ -315,7 +328,8 @@ class MicrobatchStage:
         if not self._is_absent(index):
             split = self._flight(index).split
             assert split is not None, "the input half of a backward comes before its weight half"
-            split.weights()
+            with self._watched(index):
+                split.weights()
             self._flight(index).split = None
         self.passes.end_backward(index)
 

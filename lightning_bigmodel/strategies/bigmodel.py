@@ -71,15 +71,15 @@ from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, mixed_precision_rule, named_blocks
-from lightning_bigmodel.strategies.steps import StepHooks
 from lightning_bigmodel.strategies.tensor import TensorRun, check_tensor_settings, find_plan
+from lightning_bigmodel.strategies.watching import GradientWatching
 
 __all__ = ["BigModelStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, CollectiveHooks):
+class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, CollectiveHooks):
     """Train an unchanged LightningModule over a pipeline of ranks, data-parallel replicas and shards of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
@@ -126,8 +126,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a
             step. As many names as stages is a cut of your own: each stage begins at its name.
         microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
-            `"equal"` (Lightning's own arithmetic), `"sum"` (for losses that are sums), or a callable from a micro-batch
-            to its weight.
+            `"equal"` (each batch one share, as in Lightning), `"sum"` (for losses that are sums), or a callable from a
+            micro-batch to its weight.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
         batch_source: `"broadcast"`: the first rank of a pipeline loads, the others receive. `"replicated"`: every rank
