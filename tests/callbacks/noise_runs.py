@@ -135,20 +135,29 @@ def gradients_of(module: Noisy, indices: list[int]) -> tuple[dict[str, Tensor], 
     ), batch
 
 
-def square(gradients: dict[str, Tensor]) -> float:
+def square(gradients: dict[str, Tensor], without: tuple[str, ...] = ()) -> float:
     """Its squared norm."""
-    return sum(float(gradient.square().sum()) for gradient in gradients.values())
+    return sum(float(gradient.square().sum()) for name, gradient in gradients.items() if name not in without)
 
 
-def by_hand(windows: list[list[list[int]]], weight_of: Any = None, *, equal: int = 0) -> dict[str, Any]:
+def by_hand(
+    windows: list[list[list[int]]],
+    weight_of: Any = None,
+    *,
+    equal: bool = False,
+    module: Any = None,
+    without: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """One process, one gradient after the other.
 
     Args:
         windows: See `parts_of`.
         weight_of: Batch -> weight; default: samples.
-        equal: Micro-batches a batch, each with an equal share; 0 for `weight_of`.
+        equal: Whether each has the same share, whatever its size.
+        module: Whose gradients.
+        without: Names of parameters that do not count.
     """
-    module = Noisy()
+    module = module or Noisy()
     optimizer = module.configure_optimizers()
     steps = []
     for window in windows:
@@ -163,8 +172,10 @@ def by_hand(windows: list[list[list[int]]], weight_of: Any = None, *, equal: int
             name: sum(share / total * gradient[name] for share, (gradient, _) in zip(shares, found, strict=True))
             for name in found[0][0]
         }
-        small = sum(share / total * square(gradient) for share, (gradient, _) in zip(shares, found, strict=True))
-        big = square(mean)
+        small = sum(
+            share / total * square(gradient, without) for share, (gradient, _) in zip(shares, found, strict=True)
+        )
+        big = square(mean, without)
         per_small = sum(share / total / size for share, size in zip(shares, sizes, strict=True))
         per_big = sum((share / total) ** 2 / size for share, size in zip(shares, sizes, strict=True))
         if per_small > per_big * 1.000001:
