@@ -108,10 +108,21 @@ def test_a_change_waits_for_a_common_border(devices: int, settings: dict[str, An
         assert result["windows"] == [2.0] * 8 + [4.0] * 4 + [3.0] * 16
 
 
-def test_one_device_of_lightning() -> None:
+# After a step the next batch has number 3; number 4 would begin a window of 2, but is within one of 3.
+WITHIN = {"schedule": {0: 3, 1: 2, 4: 4}, "unit": "step"}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "steps", "divides_by"),
+    [
+        (BY_STEP, STEPS, [[2, 2, 2, 2, 4, 3], [3] * 5]),
+        (WITHIN, [[3, 3, 2, 2, 2, 2], [4, 4, 4, 2]], [[3, 3, 2, 2, 2, 4], [4] * 4]),
+    ],
+)
+def test_one_device_of_lightning(accumulation: dict[str, Any], steps: Any, divides_by: Any) -> None:
     """The same; only that Lightning divides a short last window by the whole of `accumulate_grad_batches`."""
-    result = _fit(1, "auto", BY_STEP)
-    _assert_close(result["weights"], by_hand(STEPS, divides_by=[[2, 2, 2, 2, 4, 3], [3] * 5]))
+    result = _fit(1, "auto", accumulation)
+    _assert_close(result["weights"], by_hand(steps, divides_by=divides_by))
     assert result["after"].accumulate_grad_batches == 1
 
 
@@ -136,6 +147,38 @@ def test_a_resumed_run_goes_on_with_its_window(tmp_path: Path) -> None:
     again = _fit(1, "auto", accumulation, resume=path)
     _assert_close(again["weights"], whole["weights"])
     assert again["windows"] == whole["windows"][14:]
+
+
+class Half(Callback):
+    """Saves within an epoch, while the old window goes on; notes where a run begins."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self.first: int | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.first = batch_idx if self.first is None else self.first
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._path and trainer.current_epoch == 0 and batch_idx == 5:
+            trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_resumed_within_an_epoch_keeps_its_window(tmp_path: Path) -> None:
+    """The first window in place of the one that still goes on."""
+    accumulation: dict[str, Any] = {"schedule": {0: 1, 2: 2, 4: 4}, "unit": "step"}
+    path = str(tmp_path / "half.ckpt")
+    seen = []
+    for resume, save in ((None, path), (path, None)):
+        half, windows = Half(save), Windows()
+        callbacks = [AdaptiveAccumulation(**accumulation), windows, half]
+        run = trainer("auto", 1, callbacks=callbacks)
+        run.fit(Squares(), DataLoader(_data(), batch_size=BATCH_SIZE), ckpt_path=resume)
+        seen.append(windows.seen)
+    assert half.first == 6
+    assert seen[0] == [1.0] * 2 + [2.0] * 6 + [4.0] * 6
+    assert seen[1] == [2.0] * 2 + [4.0] * (len(seen[1]) - 2)
 
 
 # -- by the noise scale ------------------------------------------------------------------------------------------------

@@ -117,6 +117,16 @@ def test_rows_have_the_gains_of_replicas(settings: dict[str, Any]) -> None:
     assert all(1 < gain <= 4.000001 for gains in results[0]["gains"] for gain in gains)
 
 
+def test_the_scale_counts_data_ranks() -> None:
+    """Stages or micro-batches taken for ranks with batches of their own."""
+    settings = {"num_microbatches": 2, "pipeline_parallel_size": 2}
+    found, expected = (
+        run_ranks(_fit, 2, 2, 8, settings, scale, accumulate_grad_batches=2, timeout_seconds=60)[0]
+        for scale in ({}, {"scale": 2.0})
+    )
+    assert found["gains"] == expected["gains"]
+
+
 def test_schedules_go_on() -> None:
     """A gain that stays in the rate, which a schedule then multiplies again."""
     result = _fit(1, BATCH_SIZE, "auto", {}, module=Scheduled)
