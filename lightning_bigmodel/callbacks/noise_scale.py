@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_bigmodel.callbacks._noise import RatioOfAverages, WindowSquares, noise_estimate
@@ -77,10 +78,19 @@ class GradientNoiseScale(WatchingCallback):
         if isinstance(confidence, bool) or not 0 < confidence < 1:
             raise ValueError(f"`confidence={confidence!r}` must lie between 0 and 1, such as 0.95.")
         self.decay, self.confidence = decay, confidence
-        self._averages = RatioOfAverages(decay)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._averages = RatioOfAverages(self.decay)
         self.last_estimate: tuple[float, float] | None = None
         self.last_batch_size, self.last_num_batches = 0.0, 0
         self._is_new = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._forget()  # a checkpoint's state is loaded later
 
     @property
     def noise_scale(self) -> float:

@@ -10,7 +10,7 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
             split the batch into M micro-batches
             run the schedule:                  # forwards and backwards; parameter.grad set aside
                 stage forward: the user's whole training_step, gated to the stage's blocks; self.log recorded
-                stage backward
+                stage backward                 # what watches the micro-batch's own gradient sees it here, whole
             gather losses, logs, outputs and attribute changes
             self.log replayed once             # progress bar, loggers, monitors see what one process would log
             return one loss                    # its graph is one node

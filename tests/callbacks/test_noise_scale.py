@@ -85,6 +85,30 @@ def test_layouts(name: str) -> None:
         assert result["counts"] == [{"all_reduce": (1, 5 * 8)} if ranks > 1 else {}] * len(windows)
 
 
+class Skipping(Noisy):
+    """Has no loss for some micro-batches."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if _has_loss(int(batch["index"][0])) else None
+
+
+def _has_loss(first: int) -> bool:
+    return first % 6 != 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(1, {"num_microbatches": 4}), (2, {"num_microbatches": 2, "zero_stage": 2})]
+)
+def test_micro_batches_without_a_loss_do_not_count(ranks: int, settings: dict[str, Any]) -> None:
+    """A part of the weight for a gradient that is not there."""
+    windows = parts_of(36, 8 // ranks, ranks, settings["num_microbatches"], 1)
+    kept = [[part for part in window if _has_loss(part[0])] for window in windows]
+    assert [len(window) for window in kept] != [len(window) for window in windows]
+    arguments = (ranks, 36, 8 // ranks, settings)
+    for result in run_ranks(fit_on_ranks, ranks, *arguments, module=Skipping(), timeout_seconds=60):
+        _check(result, by_hand(kept))
+
+
 def test_one_device_of_lightning() -> None:
     """Lightning divides the short last window by the whole of `accumulate_grad_batches`."""
     result = fit("auto", 1, 30, 6, accumulate_grad_batches=2)
