@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -275,6 +276,11 @@ class Manual(Noisy):
         self.automatic_optimization = False
 
 
+class SecondOrder(Noisy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class Reentrant(Noisy):
     """Its first block's weights are used within and outside of a reentrant checkpoint."""
 
@@ -289,7 +295,9 @@ class Reentrant(Noisy):
 
 
 def _refused(settings: Any, module: str, **options: Any) -> str:
-    strategy = BigModelStrategy(**settings) if isinstance(settings, dict) else settings
+    strategy: Any = BigModelStrategy(**settings) if isinstance(settings, dict) else settings
+    if strategy == "model_parallel":
+        strategy = ModelParallelStrategy()
     try:
         fit(strategy, options.pop("devices", 1), 16, 4, module=globals()[module](), **options)
     except Exception as error:
@@ -303,6 +311,9 @@ def _refused(settings: Any, module: str, **options: Any) -> str:
         ({}, "Noisy", {}, "ValueError: .*one part.*accumulate_grad_batches=2"),
         ({"num_microbatches": 2, "microbatch_weight": "sum"}, "Noisy", {}, "ValueError: .*microbatch_weight='samples'"),
         ({}, "Manual", {}, "ValueError: .*manual optimization"),
+        ("auto", "Noisy", {}, "ValueError: .*one part.*num_microbatches=2"),
+        ("auto", "SecondOrder", {"accumulate_grad_batches": 2}, "ValueError: .*LBFGS.*first-order"),
+        ("model_parallel", "Noisy", {}, "ValueError: .*ModelParallelStrategy.*BigModelStrategy"),
         ({}, "Reentrant", {"accumulate_grad_batches": 2}, "RuntimeError: `blocks.0.norm.weight`.*use_reentrant=False"),
     ],
 )
