@@ -9,6 +9,9 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.callbacks.noise_runs import Noisy, batch_of, parts_of, weights
 
@@ -37,6 +40,17 @@ RECORDED: dict[str, dict[str, Any]] = {
         ],
         "sum": 212.28564996420496,
     },
+    "ddp": {
+        "gains": [
+            [2.0, 1.911398585332838, 1.9137327075543957],
+            [1.8286523525054676, 1.5933410553274978, 1.597736478865051],
+            [1.8686254363283352, 1.7191288908094187, 1.7216491078013463],
+            [1.851286229064544, 1.7325493583856788, 1.7347930714801267],
+            [1.8860897113507318, 1.7867973862734552, 1.7887485800802998],
+            [1.8831474521583464, 1.760910039308425, 1.7634822634506584],
+        ],
+        "sum": 212.4172883784291,
+    },
 }
 
 
@@ -60,7 +74,33 @@ def run_fairscale(**settings: Any) -> dict[str, Any]:
     return {"gains": gains, "sum": float(sum(abs(value).sum() for value in weights(module).values()))}
 
 
+def run_fairscale_ddp() -> dict[str, Any]:
+    """Two ranks of DDP, with batches as `BigModelStrategy` deals them out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fairscale.optim import AdaScale
+
+    module = Noisy()
+    replica = DistributedDataParallel(module, find_unused_parameters=True)
+    optimizer = AdaScale(module.configure_optimizers(), world_size=2)
+    gains = []
+    for window in parts_of(NUM_SAMPLES, BATCH_SIZE, 2, 1, 1):
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        batch = batch_of(window[dist.get_rank()])
+        nn.functional.cross_entropy(replica(batch), batch["label"]).backward()
+        gains.append([float(optimizer.gain(0)), float(optimizer.gain(1)), float(optimizer.gain())])
+        optimizer.step()
+    optimizer.unhook()
+    return {"gains": gains, "sum": float(sum(abs(value).sum() for value in weights(module).values()))}
+
+
 if __name__ == "__main__":
     import pprint
 
-    pprint.pprint({name: run_fairscale(**settings) for name, settings in CASES.items()}, width=120)
+    from lightning_bigmodel.testing import run_ranks
+    from tests.callbacks import fairscale_runs
+
+    found = {name: run_fairscale(**settings) for name, settings in CASES.items()}
+    found["ddp"] = run_ranks(fairscale_runs.run_fairscale_ddp, 2)[0]
+    pprint.pprint(found, width=120)
