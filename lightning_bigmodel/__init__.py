@@ -16,17 +16,32 @@ from typing import TYPE_CHECKING, Any
 from lightning_bigmodel._registration import register_with_lightning
 
 if TYPE_CHECKING:
+    from lightning_bigmodel.callbacks.accumulation import AdaptiveAccumulation
+    from lightning_bigmodel.callbacks.adascale import AdaScale
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
+    from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
-__all__ = ["BigModelStrategy", "ExponentialMovingAverage", "OffloadPolicy", "TokenWeight", "__version__"]
+__all__ = [
+    "AdaScale",
+    "AdaptiveAccumulation",
+    "BigModelStrategy",
+    "ExponentialMovingAverage",
+    "GradientNoiseScale",
+    "OffloadPolicy",
+    "TokenWeight",
+    "__version__",
+]
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "AdaScale": "lightning_bigmodel.callbacks.adascale",
+    "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
+    "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }

@@ -306,14 +306,20 @@ def num_evaluation_batches(trainer: pl.Trainer) -> float:
 
 
 def looks_at_gradients(trainer: pl.Trainer) -> bool:
-    """Whether the module or a callback has a hook between the gradients' completion and the optimizer step."""
+    """Whether the module or a callback has a hook between the gradients' completion and the optimizer step.
+
+    Callbacks of ours that have such a hook for Lightning's own strategies only say so by `sees_parameter_grads`.
+    """
     import lightning.pytorch as pl
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     module_hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
     callback_hooks = ("on_after_backward", "on_before_optimizer_step")
     return any(is_overridden(hook, trainer.lightning_module) for hook in module_hooks) or any(
-        is_overridden(hook, callback, pl.Callback) for callback in callbacks(trainer) for hook in callback_hooks
+        is_overridden(hook, callback, pl.Callback)
+        for callback in callbacks(trainer)
+        for hook in callback_hooks
+        if getattr(callback, "sees_parameter_grads", True)
     )
 
 

@@ -28,6 +28,7 @@ from lightning_bigmodel.pipeline.batch_norm import (
     refuse_batch_statistics,
 )
 from lightning_bigmodel.pipeline.exchange import gather_objects
+from lightning_bigmodel.pipeline.gradient_watch import GradientWatch, WatchedMicrobatch
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
@@ -196,6 +197,7 @@ class PipelineEngine:
         self._checked_gradients = False
         self.places = GradientPlaces(rank_mesh.data_group)
         self.metrics: MetricLink | None = None
+        self.watches: list[GradientWatch] = []
         self._loose_buffers: list[str] = []
         self._defers_statistics = deferred_batch_norm
         self._statistics: DeferredStatistics | None = None
@@ -272,6 +274,7 @@ class PipelineEngine:
                 for stage_index in range(self.num_stages)
             }
             stage.limit, stage.recovers = self._limit, self.sizer is not None
+            stage.watches = self.watches
             self._stages.append(stage)
         self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
         if self._defers_statistics:
@@ -395,7 +398,8 @@ class PipelineEngine:
         seeds = shares if reference is None else [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
         snapshot = None if self.sizer is None else StepSnapshot(self.root, before)
-        self._set_tasks("train", microbatches, seeds, weights, step, log, reference)
+        takes_weights = self._weight not in ("equal", "sum")
+        self._set_tasks("train", microbatches, seeds, weights, step, log, reference if takes_weights else None)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedules[num_parts], num_parts, self.device)
         self.places.settle()
@@ -424,10 +428,12 @@ class PipelineEngine:
             self._check_gradients(payloads)
         losses = [(loss, share) for loss, share in zip(last.losses, shares, strict=True) if loss is not None]
         if losses:
-            outcome.loss, rescale = self._mean_loss(losses, sum(kept), total)
-            if rescale != 1.0 and reference is None:
-                self._scale_gradients(rescale)
-        outcome.weight = sum(kept) if self._weight not in ("equal", "sum") else float(counts and bool(kept))
+            outcome.loss = self._mean_loss(losses)
+        outcome.weight = sum(kept) if self.weighs_in_schedule else float(counts and bool(kept))
+        if self.watches:
+            seeds = seeds if reference is None else [weight / reference for weight in weights]
+            counted = [0.0 if loss is None else weight for weight, loss in zip(weights, last.losses, strict=True)]
+            self.tell_batch(list(zip(microbatches, counted, seeds, strict=True)))
         return outcome
 
     def _lack_memory(self, batch: Any, num_parts: int) -> str:
@@ -451,6 +457,8 @@ class PipelineEngine:
         for parameter in self.places.accumulating(self.trained_parameters()):
             parameter.grad = None
         self.num_steps -= 1
+        for watch in self.watches:
+            watch.end_batch([])
         gc.collect()  # graphs without a backward, whose hooks lie in cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -458,20 +466,25 @@ class PipelineEngine:
         if hopeless:
             raise RuntimeError(hopeless[0])
 
-    def _mean_loss(self, losses: list[tuple[Tensor, float]], kept: float, total: float) -> tuple[Tensor, float]:
-        """Loss of the batch, and the factor by which micro-batches without a loss must be made up for."""
-        values = [loss.to(self.device) for loss, _ in losses]
-        if self._weight == "sum":
-            return torch.stack([value * share for value, (_, share) in zip(values, losses, strict=True)]).sum(), 1.0
-        shares = [share for _, share in losses]
-        if not any(shares):
-            return torch.stack(values).mean(), 1.0
-        return weighted_mean(values, shares), total / kept if kept and kept != total else 1.0
+    def tell_batch(self, microbatches: Sequence[tuple[Any, float, float]]) -> None:
+        """Tell the watches that a batch's backwards are over: (micro-batch, weight in the window, seed) of each."""
+        told = [
+            WatchedMicrobatch(index=index, weight=weight, seed=seed, size=self._size_of(microbatch, weight))
+            for index, (microbatch, weight, seed) in enumerate(microbatches)
+        ]
+        for watch in self.watches:
+            watch.end_batch(told)
 
-    def _scale_gradients(self, factor: float) -> None:
-        for parameter in self.places.accumulating(self.trained_parameters()):
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    def _size_of(self, microbatch: Any, weight: float) -> float:
+        return weight if callable(self._weight) else float(batch_size(microbatch) or 1)
+
+    def _mean_loss(self, losses: list[tuple[Tensor, float]]) -> Tensor:
+        """Loss of the batch: the mean over the micro-batches that have one."""
+        values = [loss.to(self.device) for loss, _ in losses]
+        shares = [share for _, share in losses]
+        if self._weight == "sum":
+            return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum()
+        return weighted_mean(values, shares) if any(shares) else torch.stack(values).mean()
 
     def evaluate(self, kind: str, batch: Any, step: Step) -> StepOutcome:
         """Run one evaluation batch, whole, forward only."""
@@ -500,7 +513,7 @@ class PipelineEngine:
             with self.passes.forward(0), self._common_rng(), self._collecting("train", is_last_stage=True):
                 result = step(batch)
             returned = returned_weight(result) if counts else None
-            if returned is not None and not self.weighs_in_schedule:
+            if returned is not None and self._weight in ("equal", "sum"):
                 raise ValueError(
                     f"`training_step` returns `{RETURNED_WEIGHT}`, but the strategy was given "
                     f"`microbatch_weight={self._weight!r}`, which takes no weights. Leave one of them out."
@@ -520,7 +533,7 @@ class PipelineEngine:
     @property
     def weighs_in_schedule(self) -> bool:
         """Whether the gradients of a schedule have the weights in them already, and not the shares of a batch."""
-        return self._weight not in ("equal", "sum")
+        return self._weight != "sum"
 
     def _collecting(self, kind: str, *, is_last_stage: bool) -> AbstractContextManager[Any]:
         if self._statistics is None or kind != "train":

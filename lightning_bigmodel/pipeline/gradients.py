@@ -149,10 +149,14 @@ class GradientWindow:
         return weight / self._reference
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Complete the gradient of the mean over the whole window, on every rank. Does nothing twice."""
+    def synchronize(self) -> bool:
+        """Complete the gradient of the mean over the whole window, on every rank. Does nothing twice.
+
+        Returns:
+            Whether there was something to do.
+        """
         if not self._dirty:
-            return
+            return False
         places = self._places
         agreed: Callable[[], list[float]] | None = None
         if places.launch() and not self._shared and not self._partial:
@@ -190,6 +194,7 @@ class GradientWindow:
                     self._sum(_filled(members), group)
         self._reference, self._total, self._dirty = None, 0.0, False
         places.show()
+        return True
 
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]

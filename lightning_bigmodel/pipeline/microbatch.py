@@ -85,8 +85,8 @@ def microbatch_weights(microbatches: Sequence[Any], weight: MicrobatchWeight) ->
     Args:
         microbatches: The parts of one batch.
         weight: `"samples"` (number of samples: exact for losses that are means over samples), `"equal"` (one share a
-            batch, as Lightning weighs accumulated batches), `"sum"` (for losses that are sums over samples: every part
-            counts whole), or a callable `micro-batch -> weight` (for example `TokenWeight`).
+            batch, whatever its size), `"sum"` (for losses that are sums over samples: every part counts whole), or a
+            callable `micro-batch -> weight` (for example `TokenWeight`).
 
     Raises:
         ValueError: Where the callable returns a weight that is no number, negative or not finite.

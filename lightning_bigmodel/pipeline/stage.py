@@ -15,6 +15,7 @@ from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng, seed
 from lightning_bigmodel.pipeline.backward import SplitBackward
 from lightning_bigmodel.pipeline.backward import full_backward as full_backward_pass
 from lightning_bigmodel.pipeline.gate import StageBoundary, StagePlan, StageRun, active
+from lightning_bigmodel.pipeline.gradient_watch import GradientWatch
 from lightning_bigmodel.pipeline.memory_limit import MemoryLimit, is_out_of_memory
 from lightning_bigmodel.pipeline.microbatch import RETURNED_WEIGHT, returned_weight
 from lightning_bigmodel.pipeline.passes import Passes
@@ -184,6 +185,7 @@ class MicrobatchStage:
         self.limit: MemoryLimit | None = None
         self.recovers = False  # from running out of memory, by going on with zeros to the end of the step
         self.ran_out = False
+        self.watches: Sequence[GradientWatch] = ()
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -332,7 +334,8 @@ class MicrobatchStage:
             return
         self.passes.begin_backward(index)
         if not self._is_absent(index):
-            self._try_backward(self.tasks[index], self._flight(index), full_backward)
+            with self._watched(index):
+                self._try_backward(self.tasks[index], self._flight(index), full_backward)
         (self.passes.end_backward if full_backward else self.passes.pause_backward)(index)
 
     def _try_backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
@@ -345,6 +348,16 @@ class MicrobatchStage:
         specs = [task.plan.spec(key) for key in task.plan.received]
         flight.gradients = []
         flight.input_gradients = [self._zeros(spec) if spec.requires_grad else None for spec in specs]
+
+    @contextmanager
+    def _watched(self, index: int) -> Iterator[None]:
+        for watch in self.watches:
+            watch.begin_backward(index)
+        try:
+            yield
+        finally:
+            for watch in self.watches:
+                watch.end_backward()
 
     def _backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
         outputs, gradients, passing = self._roots(task, flight)
@@ -387,7 +400,8 @@ class MicrobatchStage:
         if not self._is_absent(index) and not self.ran_out:
             split = self._flight(index).split
             assert split is not None, "the input half of a backward comes before its weight half"
-            split.weights()
+            with self._watched(index):
+                split.weights()
             self._flight(index).split = None
         self.passes.end_backward(index)
 

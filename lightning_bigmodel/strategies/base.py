@@ -47,6 +47,8 @@ class StrategyBase(ParallelStrategy):
         self._is_manual = False
         self._owed_gradients: list[Any] = []  # of a batch without a loss here
         self._owes_backward = False
+        self._factor = 1.0  # of the batch's gradient in the window's sum
+        self._watched_batch: tuple[Any, float, float] | None = None
         self._shards_data = True
         self._skipped_batch = self._hides_world_size = False
         self._failed = False

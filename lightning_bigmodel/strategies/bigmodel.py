@@ -10,7 +10,7 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
             split the batch into M micro-batches
             run the schedule:                  # forwards and backwards; parameter.grad set aside
                 stage forward: the user's whole training_step, gated to the stage's blocks; self.log recorded
-                stage backward
+                stage backward                 # what watches the micro-batch's own gradient sees it here, whole
             gather losses, logs, outputs and attribute changes
             self.log replayed once             # progress bar, loggers, monitors see what one process would log
             return one loss                    # its graph is one node
@@ -77,15 +77,15 @@ from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, mixed_precision_rule, named_blocks
-from lightning_bigmodel.strategies.steps import StepHooks
 from lightning_bigmodel.strategies.tensor import TensorRun, check_tensor_settings, find_plan
+from lightning_bigmodel.strategies.watching import GradientWatching
 
 __all__ = ["BigModelStrategy"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, CollectiveHooks):
+class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, CollectiveHooks):
     """Train an unchanged LightningModule over a pipeline of ranks, data-parallel replicas and shards of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
@@ -134,9 +134,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, StepHooks, Collectiv
         blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a
             step. As many names as stages is a cut of your own: each stage begins at its name.
         microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
-            `"tokens"` (live labels, which are looked for; or a `TokenWeight`), `"equal"` (Lightning's own arithmetic),
-            `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight. A `training_step` that
-            returns `{"loss": ..., "microbatch_weight": number}` says it itself.
+            `"tokens"` (live labels, which are looked for; or a `TokenWeight`), `"equal"` (each batch one share, as in
+            Lightning), `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight. A
+            `training_step` that returns `{"loss": ..., "microbatch_weight": number}` says it itself.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
         deferred_batch_norm: Let BatchNorm in training mode normalise by micro-batches, so that numbers in training

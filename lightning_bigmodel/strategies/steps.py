@@ -65,6 +65,7 @@ class StepHooks(StrategyBase):
                 # A loss that weighs nothing may be no number, a mean over no tokens.
                 loss = _loss(outcome.result)
                 loss = scaled_backward(loss, scale) if outcome.weight else without_backward(loss)
+                self._watched_batch = (batch, outcome.weight, self._factor / self._trainer().accumulate_grad_batches)
             else:
                 outcomes: list[StepOutcome] = []
                 scale_later: list[Callable[[Tensor], Tensor | float]] = []
@@ -130,8 +131,8 @@ class StepHooks(StrategyBase):
         factor = window.add(weight)
         if is_weighted:
             factor = 1.0
-        if self._microbatch_weight != "equal":
-            factor *= self._trainer().accumulate_grad_batches
+        factor *= self._trainer().accumulate_grad_batches
+        self._factor = factor
 
         def scale(outer: Tensor) -> Tensor | float:
             return float(outer) * factor if outer.device.type == "cpu" else outer * factor
@@ -247,10 +248,17 @@ class StepHooks(StrategyBase):
             if not self._blocks_sync:
                 self.engine.places.begin()
             self.engine.passes.begin_backward(0)
+            for watch in self.engine.watches:
+                watch.begin_backward(0)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         if not self.engine.is_pipelined:
+            for watch in self.engine.watches:
+                watch.end_backward()
+            if self.engine.watches and self._watched_batch is not None:
+                self.engine.tell_batch([self._watched_batch])
+            self._watched_batch = None
             with self._phase("gradient reduction"):
                 self.engine.passes.end_backward(0)
         if not self._blocks_sync:
@@ -261,7 +269,11 @@ class StepHooks(StrategyBase):
     def _synchronize_gradients(self) -> None:
         if self._window is not None:
             with self._phase("gradient synchronisation"):
-                self._window.synchronize()
+                if self._window.synchronize() and self.engine.watches:
+                    if self._sharded is not None:
+                        self._sharded.shards.land()  # rows may still be on their way to the host
+                    for watch in self.engine.watches:
+                        watch.end_window()
 
     @contextmanager
     @override
@@ -322,17 +334,19 @@ class StepHooks(StrategyBase):
         given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return [self.engine.places.holder(parameter) for parameter in given]
 
+    def _answers_for(self, parameter: Any) -> bool:
+        """Whether this rank counts its part of the complete gradient, within one replica of the model."""
+        sharded, tensor = self._sharded, self._tensor
+        is_first = self.mesh.coordinates["data_shard"] == 0
+        return (is_first or (sharded is not None and sharded.is_sharded(parameter))) and (
+            tensor is None or tensor.counts(parameter)
+        )
+
     def _clip(self, parameters: Sequence[Any], max_norm: float, norm_type: float = 2.0) -> Tensor:
         share, sharded = self.engine.share, self._sharded
         assert share is not None
         places, tensor = self.engine.places, self._tensor
-        is_first = self.mesh.coordinates["data_shard"] == 0
-        counted = {
-            id(places.holder(parameter))
-            for parameter in share.counted
-            if (is_first or (sharded is not None and sharded.is_sharded(parameter)))
-            and (tensor is None or tensor.counts(parameter))
-        }
+        counted = {id(places.holder(parameter)) for parameter in share.counted if self._answers_for(parameter)}
         groups = [self.mesh.pipe_group]
         groups += [self.mesh.tensor_group] if tensor is not None else []
         groups += sharded.clipping_groups() if sharded is not None else []
