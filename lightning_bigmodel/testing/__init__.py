@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TinySkips,
         TinyTransformer,
     )
+    from lightning_bigmodel.testing.weights import find_microbatch_weight
 
 __all__ = [
     "CollectiveCounter",
@@ -39,6 +40,7 @@ __all__ = [
     "TinyTransformer",
     "assert_parallel_equivalent",
     "fake_world",
+    "find_microbatch_weight",
     "run_ranks",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "RanksFailedError": "ranks",
     "assert_parallel_equivalent": "equivalence",
     "fake_world": "ranks",
+    "find_microbatch_weight": "weights",
     "run_ranks": "ranks",
 }
 
