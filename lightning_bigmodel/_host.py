@@ -102,6 +102,56 @@ def reduce_scatter_flat(output: torch.Tensor, everything: torch.Tensor, group: A
     return scatter(output, everything, group=group, async_op=True)
 
 
+_clippers: list[Any] = []
+
+
+def add_clipper(clipper: Any) -> None:
+    """Let `clipper.clip_norm` and `.clip_value` have the first word in torch's two functions that clip gradients.
+
+    They take the arguments of those and return NotImplemented for parameters that are not theirs. What is replaced is
+    the function inside of torch's wrapper, as users import these by name; `remove_clipper` of the last one undoes it.
+    """
+    _clippers.append(clipper)
+    if len(_clippers) == 1:
+        _set_clipping(_dispatching("clip_norm", _CLIP_NORM), _dispatching("clip_value", _CLIP_VALUE))
+
+
+def remove_clipper(clipper: Any) -> None:
+    """Undo `add_clipper`; does nothing where it was not called."""
+    if clipper in _clippers:
+        _clippers.remove(clipper)
+        if not _clippers:
+            _set_clipping(_CLIP_NORM, _CLIP_VALUE)
+
+
+def _inner(function: Any) -> tuple[Any, Any]:
+    """What torch's `no_grad` wrapper calls, and the cell that holds it."""
+    inner = function.__wrapped__
+    return inner, next(cell for cell in function.__closure__ if cell.cell_contents is inner)
+
+
+(_CLIP_NORM, _NORM_CELL), (_CLIP_VALUE, _VALUE_CELL) = (
+    _inner(torch.nn.utils.clip_grad_norm_),
+    _inner(torch.nn.utils.clip_grad_value_),
+)
+
+
+def _set_clipping(norm: Any, value: Any) -> None:
+    _NORM_CELL.cell_contents, _VALUE_CELL.cell_contents = norm, value
+
+
+def _dispatching(name: str, original: Any) -> Any:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for clipper in reversed(_clippers):
+            result = getattr(clipper, name)(given, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return original(given, *args, **kwargs)
+
+    return clip
+
+
 def device_for_numbers(group: Any, device: torch.device | None) -> torch.device:
     """Where a few numbers of the host are summed over `group`: there if the group communicates there, else `device`."""
     kinds = (group or dist.distributed_c10d._get_default_group())._device_types

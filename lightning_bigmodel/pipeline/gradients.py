@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -269,16 +270,23 @@ def clip_by_norm(
     Returns:
         The total norm, equal on every rank. Communication: one number a group.
     """
+    if not norm_type:
+        raise ValueError(
+            "`norm_type=0` counts gradients that are not zero, which ranks that hold parts of them cannot. Use another "
+            "number, or infinity."
+        )
     if device is None:
         device = gradients[0].device if gradients else torch.device("cpu")
     norms = [
         torch.stack([norm.float() for norm in torch._foreach_norm(part, norm_type)]).to(device)
         for part in _by_device(counted)
     ]
-    total = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros((), device=device)
-    if norm_type == float("inf"):
+    # Of no gradients, which change no rank's sum, largest or smallest.
+    none = torch.full((), math.inf if norm_type < 0 else 0.0, device=device)
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else none
+    if math.isinf(norm_type):
         for group in groups:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(total, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group=group)
     else:
         total = total**norm_type
         for group in groups:

@@ -29,7 +29,8 @@ class TokenWeight:
     batches or ranks are averaged; weighted by their tokens the mean is that of all tokens together, for any split.
 
     What is not given is found by one fake run of the step on the first batch: the targets of its cross entropy are
-    looked for in the batch, as they are or shifted by one position.
+    looked for in the batch, as they are or shifted by one position. Weights of classes that the cross entropy is given
+    count too.
 
     Args:
         labels: Where the labels are in a batch: `"labels"`, `"1"` for the second item of a tuple, `"target.ids"`.
@@ -95,19 +96,24 @@ class TokenWeight:
         Raises:
             ValueError: Where the targets of the step's cross entropy are not found in the batch, or in several ways.
         """
-        if self.is_resolved:
-            return
+        is_given = self.is_resolved  # then only weights of classes are looked for
         seen = _Targets()
         try:
             with seen:
                 call_order(root, lambda: step(batch), device)
         except Exception as error:
-            if not seen.calls:  # else the loss was reached
+            if not seen.calls and not is_given:  # else the loss was reached
                 raise ValueError(
                     '`microbatch_weight="tokens"` looks for the step\'s labels by a run on fake values, which failed '
                     f"({type(error).__name__}: {error}). {_REMEDY}"
                 ) from error
-        rules = {rule for call in seen.calls for rule in [self._rule(batch, *call)] if rule is not None}
+        calls = {rule: call for call in seen.calls for rule in self._rules(batch, call[0], call[1])}
+        rules = set(calls)
+        if len(rules) > 1:  # inputs that are their own labels come under both names; labels know what does not count
+            named = {rule for rule in rules if any(word in rule[0].lower() for word in ("label", "target"))}
+            rules = named or rules
+        if is_given and len(rules) != 1:
+            return
         if len(rules) != 1:
             found = "none" if not rules else f"several: {sorted(rules)}"
             raise ValueError(
@@ -115,15 +121,13 @@ class TokenWeight:
                 f"{len(seen.calls)} cross entropies (labels computed in the step, or another loss?). {_REMEDY}"
             )
         ((self.labels, self.shifted),) = rules
-        (target, ignore_index, class_weight) = seen.calls[0]
+        _, ignore_index, class_weight = calls[self.labels, self.shifted]
         if self.ignore_index is None:
             self.ignore_index = ignore_index
         self._class_weight = class_weight
 
-    def _rule(
-        self, batch: Any, target: Tensor, ignore_index: int, class_weight: Tensor | None
-    ) -> tuple[str, bool] | None:
-        """(labels, shifted) of which `target` is a view, with or without what does not count."""
+    def _rules(self, batch: Any, target: Tensor, ignore_index: int) -> list[tuple[str, bool]]:
+        """All (labels, shifted) of which `target` is a view, with or without what does not count."""
         flat, found = target.reshape(-1), []
         for name, labels in _label_leaves(batch):
             if self.labels is not None and name != self.labels:
@@ -136,10 +140,7 @@ class TokenWeight:
                 options = (kept.reshape(-1), padded.reshape(-1), kept[kept != ignore_index])
                 if any(option.shape == flat.shape and bool((option == flat).all()) for option in options):
                     found.append((name, shifted))
-        # Inputs that are their own labels may come under both names; the labels know what does not count.
-        named = [rule for rule in found if any(word in rule[0].lower() for word in ("label", "target"))]
-        found = named or found
-        return found[-1] if found else None
+        return found
 
 
 class _Targets(TorchFunctionMode):

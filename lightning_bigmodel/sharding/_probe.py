@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bigmodel.sharding.rows import RowShard
 
-__all__ = ["copy_optimizer", "fails_on_empty", "same_random_numbers", "why_rows_depend"]
+__all__ = ["copy_optimizer", "fails_on_empty", "same_random_numbers", "why_parameters_depend", "why_rows_depend"]
 
 # More than the five or six steps after which wrappers such as Lookahead do something else for once.
 _NUM_STEPS = 7
@@ -54,6 +54,47 @@ def why_rows_depend(optimizer: Optimizer, shards: Mapping[int, RowShard], *, inn
     except Exception as error:  # whatever a third party raises
         return f"it could not be tried on small tensors: {type(error).__name__}: {error}"
     return _difference(whole, first, last, [[cut for dim in group for _, cut in _SHAPES[dim]] for group in dims])
+
+
+def why_parameters_depend(optimizer: Optimizer) -> str | None:
+    """Steps copies of an optimizer on two small tensors a group, together and one by one, and compares.
+
+    In the second step the gradients of the first are a thousand times larger.
+
+    Returns:
+        Why a part of the parameters cannot be stepped alone, or None if that gives the same.
+    """
+    try:
+        with same_random_numbers(optimizer):
+            together, first, last = (_run_some(optimizer, which) for which in ((0, 1), (0,), (1,)))
+    except Exception as error:  # whatever a third party raises
+        return f"it could not be tried on small tensors: {type(error).__name__}: {error}"
+    for index, (expected, alone) in enumerate(zip(together, [*first, *last], strict=True)):
+        apart = float((expected - alone).abs().max() / expected.abs().max().clamp(min=1.0))
+        if not apart <= _TOLERANCE:
+            which = "first" if index < len(first) else "second"
+            return f"the {which} of two parameters takes other values alone than with the other (by {apart:.1e})"
+    return None
+
+
+def _run_some(optimizer: Optimizer, which: Sequence[int]) -> list[Tensor]:
+    """The first parameters of all groups after all steps, if asked for, and then the second."""
+    device = next((each.device for group in optimizer.param_groups for each in group["params"]), torch.device("cpu"))
+
+    def drawn(index: int, step: int, group: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * group + 10 * step + index)
+        scale = 1e3 if step == 2 and index == 0 else 1.0
+        return (scale * torch.randn(5, 4, generator=generator)).to(device)
+
+    groups = range(len(optimizer.param_groups))
+    parameters = [[nn.Parameter(drawn(index, 0, group)) for index in which] for group in groups]
+    tried = copy_optimizer(optimizer, parameters, False)
+    for step in range(1, _NUM_STEPS + 1):
+        for group, some in enumerate(parameters):
+            for index, parameter in zip(which, some, strict=True):
+                parameter.grad = drawn(index, step, group)
+        tried.step()
+    return [some[at].detach() for at in range(len(which)) for some in parameters]
 
 
 def fails_on_empty(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> bool:

@@ -24,6 +24,7 @@ from lightning_bigmodel import _host
 from lightning_bigmodel.sharding.flat import FlatRows, Pending
 from lightning_bigmodel.sharding.guard import mark_absent, mark_present
 from lightning_bigmodel.sharding.offload import HostCopies
+from lightning_bigmodel.sharding.tensor_guard import refuse_slice
 from lightning_bigmodel.sharding.zero import ComputeDtype, ZeroShards
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class ParameterShards(ZeroShards):
                 "themselves. Read it there, or on all ranks within `with trainer.strategy.whole_parameters():`, or use "
                 "`zero_stage=2`."
             )
+        refuse_slice(parameter)
         self.active.pin(unit)
 
     @contextmanager

@@ -21,13 +21,13 @@ from lightning_bigmodel.sharding._bitsandbytes import (
     is_blockwise,
     why_bitsandbytes_needs_wholes,
 )
-from lightning_bigmodel.sharding._probe import fails_on_empty, why_rows_depend
+from lightning_bigmodel.sharding._probe import fails_on_empty, why_parameters_depend, why_rows_depend
 from lightning_bigmodel.sharding._step import behaves_as, leave_out_empty, replace_step
 from lightning_bigmodel.sharding.adafactor import step_torch_adafactor, step_transformers_adafactor
 from lightning_bigmodel.sharding.muon import check_muon, step_torch_muon
 from lightning_bigmodel.sharding.rows import RowShard
 
-__all__ = ["StateKind", "adapt_optimizer", "factored_state", "is_elementwise", "state_layout"]
+__all__ = ["StateKind", "adapt_optimizer", "check_parts", "factored_state", "is_elementwise", "state_layout"]
 
 StateKind = Literal["rows", "whole", "leading", "local"]
 """What a rank holds of one entry of a parameter's state.
@@ -62,6 +62,24 @@ _REMEDY = (
     "Use `zero_stage=0`, so that every rank holds whole parameters, or an optimizer that treats each element by itself,"
     " such as AdamW."
 )
+
+
+def check_parts(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that looks at all parameters together, where each rank holds some of them whole.
+
+    torch's and bitsandbytes' treat each parameter by itself; any other is tried on small tensors.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    is_known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer) not in _NEEDS_WHOLES
+    reason = None if is_known or is_bitsandbytes(optimizer) else why_parameters_depend(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"`{type(optimizer).__name__}` cannot train where each rank of a pipeline holds some of the parameters: "
+            f"{reason}. Set `pipeline_parallel_size=1`, or use an optimizer that treats each parameter by itself, such "
+            "as AdamW."
+        )
 
 
 def adapt_optimizer(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> None:

@@ -58,6 +58,7 @@ from lightning_bigmodel.pipeline.token_weight import TokenWeight
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
+from lightning_bigmodel.sharding.optimizers import check_parts
 from lightning_bigmodel.sharding.tensor import check_tensor_plan
 from lightning_bigmodel.sharding.units import find_blocks
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
@@ -373,6 +374,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         self._place(trainer)
         self.setup_precision_plugin()
         _host.replace_norm_clipping(self.precision_plugin, self._clip_by_norm, self._take_gradients)
+        _host.add_clipper(self)
         if fitting:
             device = self.root_device if self._sharded is None else self._sharded.state_device
             _host.optimizers_to_device(self.optimizers, device)
@@ -394,11 +396,15 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         """Cut the model on its first batch, which rank 0 shares: all ranks must come to one plan."""
         batch, step_name = None, "training_step"
         finds_plan = self.mesh.layout.tensor > 1 and self._tensor_plan == "auto"
+        if finds_plan and not self.engine.root.automatic_optimization:
+            raise ValueError(
+                '`tensor_plan="auto"` proves a plan by running the step without an optimizer, which '
+                f"`{type(self.engine.root).__name__}` with its manual optimization cannot. Give a plan: "
+                "`tensor_plan={pattern: style}`."
+            )
         plan = dict(self._tensor_plan) if isinstance(self._tensor_plan, Mapping) else {}
         weight = self._microbatch_weight
-        finds_labels = (
-            isinstance(weight, TokenWeight) and not weight.is_resolved and trainer.state.fn == TrainerFn.FITTING
-        )
+        finds_labels = isinstance(weight, TokenWeight) and trainer.state.fn == TrainerFn.FITTING
         if self.engine.num_stages > 1 or finds_plan or finds_labels:
             # What setting the loaders up draws, one process draws too; what comes after it does not.
             loader, step_name = _host.first_loader(trainer)
@@ -448,6 +454,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         if self._tensor is not None:  # before rows are made of what it holds
             for optimizer in self.optimizers:
                 self._tensor.hand_to(optimizer)
+        if self.mesh.pipe_size > 1 and not settings.zero_stage:
+            for optimizer in self.optimizers:
+                check_parts(optimizer)
         if settings.zero_stage != 3:
             self.model_to_device()
         if settings.zero_stage:
@@ -459,7 +468,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 zero_stage=settings.zero_stage,
                 keep_gathered=settings.keep_gathered,
                 reduce_every_microbatch=settings.reduces_every_microbatch,
-                shows_gradients=_host.looks_at_gradients(trainer),
+                # A manual step looks at them, if at all, within itself.
+                shows_gradients=_host.looks_at_gradients(trainer) or not engine.root.automatic_optimization,
                 blocks=None if self._blocks == "auto" else named_blocks(engine.root, self._blocks),
                 offload=settings.policy,
                 compute_dtype=mixed_precision_rule(engine.root, _host.compute_dtype(self.precision_plugin)),
@@ -598,6 +608,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
     def teardown(self) -> None:
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
+            _host.remove_clipper(self)
             self._end_manual()
             _host.unfollow_finetuning(self._trainer())
             if self._compiled is not None:

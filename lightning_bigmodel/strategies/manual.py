@@ -34,13 +34,21 @@ class ManualOptimization(StepHooks):
         assert module is not None
         self._is_manual = self._trainer().training and not module.automatic_optimization
         self._summed = {}
+        self._steps_optimizer = False
         if self._is_manual:
+            self._step_hooks = [
+                optimizer.register_step_pre_hook(self._refuse_raw_step)
+                for optimizer in self.optimizers
+                if self._sharded is not None
+            ]
             _host.follow_toggles(module, self._copy_toggles)
 
     def _end_manual(self) -> None:
         if self._is_manual:
             assert self.lightning_module is not None
             _host.unfollow_toggles(self.lightning_module)
+            for hook in self._step_hooks:
+                hook.remove()
         self._is_manual = False
 
     def _copy_toggles(self) -> None:
@@ -58,6 +66,48 @@ class ManualOptimization(StepHooks):
             weight = microbatch_weights([batch], self._microbatch_weight)[0] if counts else 0.0
             self._batch_share = weight if self._microbatch_weight == "sum" else self._share_of(weight)
         return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if not self._is_manual:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._refuse_foreign_gradients(optimizer)
+        self._steps_optimizer = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._steps_optimizer = False
+
+    def _refuse_raw_step(self, optimizer: Any, *_: Any) -> None:
+        """A hook of optimizers that hold row shards."""
+        if not self._steps_optimizer:
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step()` was called past the strategy, which hands the rows it changes to "
+                "the other ranks. Step what `self.optimizers()` returns, without `use_pl_optimizer=False`."
+            )
+
+    def _refuse_foreign_gradients(self, optimizer: Any) -> None:
+        """Gradients that `manual_backward` did not make are those of one rank."""
+        for group in optimizer.param_groups:
+            for held in group["params"]:
+                if self._is_foreign(held):
+                    assert self.engine.share is not None
+                    parameter = held if self._sharded is None else self._sharded.parameter_of(held)
+                    raise RuntimeError(
+                        f"`{self.engine.share.names.get(id(parameter), 'a parameter')}` has a gradient that "
+                        "`self.manual_backward` did not make: it is that of one rank, and the ranks would drift apart. "
+                        "Call `self.manual_backward(loss)` in place of `loss.backward()`, with a loss that has in it "
+                        "all that the gradient is made of."
+                    )
+
+    def _is_foreign(self, held: Any) -> bool:
+        sharded = self._sharded
+        if sharded is not None:
+            parameter = sharded.parameter_of(held)
+            if sharded.is_sharded(parameter):
+                return parameter.grad is not None and not sharded.has_shown(parameter)
+        num_ranks = dist.get_world_size(self.engine.places.summed_over(held))
+        return num_ranks > 1 and held.grad is not None and id(held) not in self._summed and not self._blocks_sync
 
     def _share_of(self, weight: float) -> float:
         total = torch.tensor(weight, dtype=torch.float64)

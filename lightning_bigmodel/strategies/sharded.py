@@ -275,6 +275,10 @@ class ShardedRun(GradientPlaces):
                 parameter.grad = shown
                 self._shown[id(parameter)] = (parameter, shown)
 
+    def has_shown(self, parameter: nn.Parameter) -> bool:
+        """Whether user code was shown a gradient of `parameter`, which it may have replaced."""
+        return id(parameter) in self._shown
+
     def hide(self) -> None:
         """Before the next backward: take off what `show` has set."""
         for parameter, _ in self._shown.values():

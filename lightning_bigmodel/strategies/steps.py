@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,10 +38,18 @@ class StepHooks(StrategyBase):
         rest = _host.step_arguments(method, args[1:])
 
         def step(batch: Any) -> Any:
-            with contexts[name]():
+            with contexts[name](), self._guarding_slices():
                 return method(batch, *rest)
 
         return step
+
+    def _guarding_slices(self) -> AbstractContextManager[None]:
+        # Optimizers step within a manual step; compiled code cannot change classes; ZeRO 3 tells by itself.
+        if self._tensor is None or self._is_manual or self._compiled is not None:
+            return nullcontext()
+        if self._sharded is not None and not self._sharded.is_whole:
+            return nullcontext()
+        return self._tensor.watching()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -297,31 +305,45 @@ class StepHooks(StrategyBase):
             return result
 
         with self._phase("optimizer_step"):
-            with self._whole_norms():
-                result = super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
             if self._sharded is not None:
                 self._sharded.shards.published_by(optimizer)
             return result
 
-    @contextmanager
-    def _whole_norms(self) -> Generator[None, None, None]:
-        """Clipping functions of torch, called by the user's hooks, clip whole gradients wherever their parts are."""
-        norm, value = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
+    def _is_own(self, parameters: Sequence[Any]) -> bool:
+        """Whether gradients are those of a run whose parts lie on several ranks."""
+        if self._engine is None or not (
+            self.mesh.pipe_size > 1 or self._sharded is not None or self._tensor is not None
+        ):
+            return False
+        own = {id(parameter) for parameter in self.engine.root.parameters()}
+        own |= self._sharded.records.keys() if self._sharded is not None else set()
+        return any(id(parameter) in own for parameter in parameters)
 
-        def clip_grad_norm_(
-            parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
-        ) -> Tensor:
-            return self._clip(self._holders(parameters), float(max_norm), float(norm_type))
+    def clip_norm(
+        self,
+        parameters: Sequence[Any],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        """In the place of `torch.nn.utils.clip_grad_norm_`, wherever the user calls it: over all ranks. Collective."""
+        if not self._is_own(parameters):
+            return NotImplemented
+        total = self._clip(self._holders(parameters), float(max_norm), float(norm_type))
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"The total norm of order {norm_type} of the gradients is {float(total)}, not finite.")
+        return total
 
-        def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
-            value(self._holders(parameters), clip_value, *args, **kwargs)
-
-        if self.mesh.pipe_size > 1 or self._sharded is not None or self._tensor is not None:
-            torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
-        try:
-            yield
-        finally:
-            torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = norm, value
+    def clip_value(self, parameters: Sequence[Any], clip_value: float, foreach: bool | None = None) -> Any:
+        """In the place of `torch.nn.utils.clip_grad_value_`."""
+        if not self._is_own(parameters):
+            return NotImplemented
+        for holder in self._holders(parameters):
+            if holder.grad is not None:
+                holder.grad.clamp_(-float(clip_value), float(clip_value))
+        return None
 
     def _take_gradients(self) -> None:
         """What hooks have put in the place of gradients is what counts."""

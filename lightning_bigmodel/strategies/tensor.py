@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_bigmodel.pipeline.tree import map_tensors
 from lightning_bigmodel.sharding.optimizers import is_elementwise
 from lightning_bigmodel.sharding.plans import find_tensor_plan
 from lightning_bigmodel.sharding.tensor import SlicedParameter, TensorSlices, apply_tensor_plan
+from lightning_bigmodel.sharding.tensor_guard import SliceGuard
 
 __all__ = ["TensorRun", "check_tensor_settings", "find_plan"]
 
@@ -73,6 +75,11 @@ class TensorRun:
         self._is_first = mesh.tensor_rank == 0
         self._layouts = {record.name: _layout(record) for record in self.slices.records.values()}
         self.is_restored = False
+        self._guard = SliceGuard(module, {key: record.name for key, record in self.slices.records.items()})
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Around a user's step: slices are read by their own layers only."""
+        return self._guard.watching()
 
     def layouts(self) -> dict[str, RegionLayout]:
         """Parameter name -> how this rank's slice lies in the whole; also after `restore`, for optimizer states."""
@@ -104,10 +111,12 @@ class TensorRun:
     def restore(self) -> None:
         """Whole parameters again. Collective over the tensor ranks."""
         self.is_restored = True
+        self._guard.close()
         self.slices.restore()
 
     def give_up(self) -> None:
         """After a failure: undo hooks and attributes, without the other ranks."""
+        self._guard.close()
         self.slices.remove()
 
 

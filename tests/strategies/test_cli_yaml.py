@@ -168,7 +168,7 @@ def test_a_saved_config_loads_again(config, tmp_path):
         ("stages=2", "stages"),
         ("num_microbatches=four", "num_microbatches"),
         ("pipeline_parallel_size=al", "Literal['all']"),
-        ("microbatch_weight=sample", "'samples', 'equal', 'sum'"),
+        ("microbatch_weight=sample", "'samples', 'tokens', 'equal', 'sum'"),
         ("batch_source=broadcasted", "'broadcast', 'replicated'"),
         ("timeout=600", "h:m:s"),
     ],

@@ -243,6 +243,52 @@ class Computed(Tagger):
         return super().training_step({**batch, "labels": (batch["labels"] + 1).clamp(min=0) % _NUM_TOKENS}, batch_idx)
 
 
+class Pair(Tagger):
+    """Batches that are tuples, in which labels and inputs are the same where nothing is masked."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Labels first."""
+        return super().training_step({"labels": batch[0], "tokens": batch[1]}, batch_idx)
+
+
+class Two(Tagger):
+    """Another cross entropy before, of targets that are in no batch and ignore another class."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Multiplied by zero."""
+        logits = self.head(self.embed(batch["tokens"])).reshape(-1, _NUM_TOKENS)
+        other = nn.functional.cross_entropy(logits, (batch["tokens"].reshape(-1) * 3 + 1) % 5, ignore_index=0)
+        return super().training_step(batch, batch_idx) + 0.0 * other
+
+
+def test_the_cross_entropy_that_matches_says_what_is_ignored() -> None:
+    """The first one's ignored class counted as missing."""
+    module, weight = Two(), TokenWeight()
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    data = Texts(LIVE)
+    batch = {key: torch.stack([data[index][key] for index in range(12)]) for key in ("tokens", "labels")}
+    weight.resolve(module, batch, lambda batch: module.training_step(batch, 0), torch.device("cpu"))
+    assert (weight.labels, weight.shifted, weight.ignore_index) == ("labels", False, -100)
+
+
+def test_labels_that_may_be_inputs_are_refused() -> None:
+    """The wrong one of two that are equal in the first batch only."""
+    module, weight = Pair(), TokenWeight()
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    tokens = torch.randint(0, _NUM_TOKENS, (4, _LENGTH))
+    with pytest.raises(ValueError, match=r"found several: \[\('0', False\), \('1', False\)\]"):
+        weight.resolve(module, (tokens, tokens), lambda batch: module.training_step(batch, 0), torch.device("cpu"))
+
+
+def test_classes_weigh_where_the_labels_are_given() -> None:
+    """Class weights that only a search for the labels would find."""
+    habits = {"class_weights": True}
+    expected = step("auto", 1, _NUM_SAMPLES, 1, LIVE, **habits)
+    given = {"microbatch_weight": TokenWeight("labels", False)}
+    for found in run_ranks(_step, 2, given, 2, 2, 3, LIVE, **habits):
+        assert_same(found, expected)
+
+
 def minus_one(batch: Any) -> int:
     """No weight."""
     return -1
