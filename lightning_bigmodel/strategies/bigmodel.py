@@ -410,11 +410,13 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             loader, step_name = _host.first_loader(trainer)
             state = capture_rng()
             batch = loader.peek() if isinstance(loader, MeshLoader) else None
-            if batch is None:
+            # The first rank that has one: loaders of the user's own may be empty on some.
+            sources = [rank for rank, has_batch in enumerate(self._from_all_ranks(batch is not None)) if has_batch]
+            if not sources:
                 raise ValueError(
                     "The data loader gave no batch. A model is cut on the first batch of the run; give it at least one."
                 )
-            batch = self.broadcast(batch)
+            batch = self.broadcast(batch, sources[0])
             restore_rng(state)
             with _host.silent_loggers(trainer), seeded_rng(self._seed):
                 batch = _host.transfer_batch(trainer, batch)

@@ -34,6 +34,14 @@ class CollectiveHooks(StrategyBase):
         dist.broadcast_object_list(payload, src)
         return payload[0]
 
+    def _from_all_ranks(self, value: Any) -> list[Any]:
+        """What every rank gives, by rank. Collective."""
+        if not dist.is_initialized() or self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"

@@ -118,6 +118,31 @@ def test_no_batch_is_lost_or_counted_twice(name: str, devices: int, settings: An
             assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
 
 
+class FirstIsEmpty(Streams):
+    """The first data rank has no batch at all."""
+
+    def _loader(self) -> Any:
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        starts = [0, 2, 4, 6]
+        if mesh is not None and mesh.data_size > 1 and mesh.data_rank == 0:
+            starts = []
+        return DataLoader(Stream([_own(start) for start in starts]), batch_size=None)
+
+
+def _train_on_rest(settings: dict[str, Any], devices: int) -> dict[str, Any]:
+    module = FirstIsEmpty("join")
+    trainer(BigModelStrategy(**settings), devices, limit_val_batches=0).fit(module)
+    return weights(module)
+
+
+@pytest.mark.parametrize(("devices", "settings"), [(2, {"zero_stage": 3}), (4, PIPE)])
+def test_a_rank_without_any_batch(devices: int, settings: dict[str, Any]) -> None:
+    """A model cut on the first batch of a rank that has none."""
+    (expected,) = run_ranks(_train_on_rest, 1, {}, 1)
+    for found in run_ranks(_train_on_rest, devices, settings, devices):
+        assert_same_weights(found, expected)
+
+
 def test_unknown_choice() -> None:
     """A choice that is silently ignored."""
     with pytest.raises(ValueError, match="`uneven_inputs='wait'` is not known"):
