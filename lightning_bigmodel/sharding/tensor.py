@@ -14,7 +14,7 @@ pipelines see ordinary, smaller parameters.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,11 +47,13 @@ class TensorSlices:
         records: `id(parameter)` -> its record, for each parameter that is cut and held here.
         partial_gradients: Whole parameters whose gradient each rank has in part: sum it over the tensor group before
             the optimizer steps. All other whole parameters have the same gradient on every rank.
+        checks_after_step: To be called when a step is over; they raise where its use of cut layers was wrong.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.records: dict[int, SlicedParameter] = {}
         self.partial_gradients: list[nn.Parameter] = []
+        self.checks_after_step: list[Callable[[], None]] = []
         self._exchange = exchange
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
@@ -120,7 +122,9 @@ class TensorSlices:
             self._set(owner, name, value)
         for target in layout.targets:
             self._set_sizes(target)
-        self._handles += install_hooks(layout, self._exchange)
+        handles, checks = install_hooks(layout, self._exchange)
+        self._handles += handles
+        self.checks_after_step += checks
 
     def _set_sizes(self, target: Target) -> None:
         """What a layer says of its own size; Conv1D's forward reads it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +38,13 @@ class SliceGuard:
     Args:
         root: The module.
         names: `id(parameter)` -> name, of the slices.
+        checks: Called at the end of a step that did not fail.
 
     Cost: the class of each slice is set twice a call of its layer.
     """
 
-    def __init__(self, root: nn.Module, names: Mapping[int, str]) -> None:
+    def __init__(self, root: nn.Module, names: Mapping[int, str], checks: Sequence[Callable[[], None]] = ()) -> None:
+        self._checks = checks
         self._is_on = False
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
@@ -69,6 +71,8 @@ class SliceGuard:
         self._forbid(self._parameters)
         try:
             yield
+            for check in self._checks:
+                check()
         finally:
             self._is_on = False
             _allow(self._parameters)

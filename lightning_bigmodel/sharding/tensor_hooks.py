@@ -39,8 +39,12 @@ class UnlistedModuleError(ValueError):
         self.name = name
 
 
-def install_hooks(layout: TensorLayout, exchange: Exchange) -> list[RemovableHandle]:
-    """Make modules compute their rank's share. The handles undo it."""
+def install_hooks(layout: TensorLayout, exchange: Exchange) -> tuple[list[RemovableHandle], list[Callable[[], None]]]:
+    """Make modules compute their rank's share.
+
+    Returns:
+        Handles that undo it, and checks for the end of a step.
+    """
     handles: list[RemovableHandle] = []
     stream = _RankStream(exchange.rank)
     regions: dict[int, _Region] = {}
@@ -51,7 +55,7 @@ def install_hooks(layout: TensorLayout, exchange: Exchange) -> list[RemovableHan
     for target in layout.targets:
         if target.parameter is None:
             handles += _install(target, exchange, layout.sequence_dim, stream, regions.get(id(target.owner)))
-    return handles
+    return handles, [region.refuse_open for region in dict.fromkeys(regions.values())]
 
 
 class _RankStream:
@@ -156,6 +160,20 @@ class _Region:
         if self._is_open:
             self._is_open = False
             self._stream.leave()
+
+    def refuse_open(self) -> None:
+        """At the end of a step: features that are cut must have come to where they are summed.
+
+        Raises:
+            RuntimeError: With the layers' names.
+        """
+        if self._is_open:
+            self.close()
+            columns, row = self._cut.columns, self._cut.row
+            raise RuntimeError(
+                f"{columns[0].name!r} ran in this step without {row.name!r} after it: `tensor_plan` cuts its output: it "
+                "is one rank's slice anywhere else. Call the module that holds both, or take the two out of the plan."
+            )
 
     def _gather(self, tensor: Tensor) -> Tensor:
         assert self._sequence_dim is not None

@@ -75,7 +75,8 @@ class TensorRun:
         self._is_first = mesh.tensor_rank == 0
         self._layouts = {record.name: _layout(record) for record in self.slices.records.values()}
         self.is_restored = False
-        self._guard = SliceGuard(module, {key: record.name for key, record in self.slices.records.items()})
+        names = {key: record.name for key, record in self.slices.records.items()}
+        self._guard = SliceGuard(module, names, self.slices.checks_after_step)
 
     def watching(self) -> AbstractContextManager[None]:
         """Around a user's step: slices are read by their own layers only."""

@@ -49,6 +49,8 @@ class ByHand(LightningModule):
             loss = loss + 0.1 * first.weight.norm()
         if what == "weight_product":
             loss = loss + (first.weight.t() @ first.weight).mean()
+        if what == "layer_alone":
+            loss = loss + first(batch[0]).square().mean()
         if self.automatic_optimization:
             return loss
         optimizer: Any = self.optimizers(use_pl_optimizer=what != "manual_past_strategy")
@@ -174,6 +176,7 @@ def _other() -> tuple[float, bool]:
         ("zero3", "manual_raw_backward", r"`self.manual_backward` did not make"),
         ("zero1", "manual_past_strategy", r"called past the strategy.*without `use_pl_optimizer=False`"),
         ("tensor", "weight_norm", r"`blocks.0.0.weight` is read outside of its own layer's forward"),
+        ("tensor", "layer_alone", r"'blocks.0.0' ran in this step without 'blocks.0.2' after it"),
         ("tensor", "weight_product", r"`blocks.0.0.weight` is read outside of its own layer's forward"),
         (
             "pipe",
