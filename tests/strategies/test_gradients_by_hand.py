@@ -176,7 +176,7 @@ def _other() -> tuple[float, bool]:
         ("zero3", "manual_raw_backward", r"`self.manual_backward` did not make"),
         ("zero1", "manual_past_strategy", r"called past the strategy.*without `use_pl_optimizer=False`"),
         ("tensor", "weight_norm", r"`blocks.0.0.weight` is read outside of its own layer's forward"),
-        ("tensor", "layer_alone", r"'blocks.0.0' ran in this step without 'blocks.0.2' after it"),
+        ("tensor", "layer_alone", r"'blocks.0.0' ran without 'blocks.0.2' after it"),
         ("tensor", "weight_product", r"`blocks.0.0.weight` is read outside of its own layer's forward"),
         (
             "pipe",
