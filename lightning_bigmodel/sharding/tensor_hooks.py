@@ -171,8 +171,8 @@ class _Region:
             self.close()
             columns, row = self._cut.columns, self._cut.row
             raise RuntimeError(
-                f"{columns[0].name!r} ran without {row.name!r} after it in this step: `tensor_plan` cuts its output, it "
-                "is one rank's slice anywhere else. Call the module that holds both, or take the two out of the plan."
+                f"{columns[0].name!r} ran without {row.name!r} after it in a step: `tensor_plan` cuts its output. It "
+                "is one rank's slice elsewhere. Call the module that holds both, or take the two out of the plan."
             )
 
     def _gather(self, tensor: Tensor) -> Tensor:
