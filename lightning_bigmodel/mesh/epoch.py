@@ -32,6 +32,7 @@ class LoadPlan:
         model_size: Number of ranks of it.
         data_group: Ranks that load different parts; None if this rank is alone.
         agree_on_end: Ask all of `data_group` before each batch whether anyone has none left.
+        agree_on_start: Ask them before the first batch whether some have one and some have none, which is an error.
         joins: A rank that has none left then goes on with a repeated batch until all are done; else all stop with it.
         replicated: Every rank iterates by itself; else only the source does.
         is_padding: Whether the batch of an index repeats an earlier one.
@@ -43,6 +44,7 @@ class LoadPlan:
     model_size: int
     data_group: dist.ProcessGroup | None
     agree_on_end: bool
+    agree_on_start: bool
     joins: bool
     replicated: bool
     is_padding: Callable[[int], bool]
@@ -99,6 +101,8 @@ class EpochBatches(Iterator[Any]):
         if self._index == 0:
             self._on_start()
         loaded = self._load() if self._plan.loads else None
+        if loaded is not None and self._plan.agree_on_start and self._index == 0:
+            loaded = _agree_on_start(loaded, self._plan)
         if loaded is not None and self._plan.agree_on_end:
             loaded = self._agree(loaded)
         if self._plan.replicated:
@@ -247,6 +251,20 @@ def _message_of(loaded: Loaded, batch_index: int) -> tuple[Message, Loaded]:
         text = "".join(traceback.format_exception(loaded.error))
         return Message(kind="error", batch_index=batch_index, body=text.encode(), tensors=[]), loaded
     return Message(kind="end", batch_index=batch_index, tensors=[]), loaded
+
+
+def _agree_on_start(loaded: Loaded, plan: LoadPlan) -> Loaded:
+    numbers = torch.tensor(int(loaded.flag == _DRY))
+    dist.all_reduce(numbers, group=plan.data_group)
+    if loaded.error is not None or int(numbers) in (0, dist.get_world_size(plan.data_group)):
+        return loaded
+    return Loaded(
+        error=ValueError(
+            f"An evaluation loader without a length has no batch on {int(numbers)} of "
+            f"{dist.get_world_size(plan.data_group)} data ranks: what they log could not be put together with what the "
+            "others do. Give each data rank at least one batch, or each loader a length."
+        )
+    )
 
 
 def _check_same(loaded: Loaded, batch_index: int, plan: LoadPlan) -> Loaded:

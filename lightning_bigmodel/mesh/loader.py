@@ -138,6 +138,7 @@ class MeshLoader:
             model_size=1 if model_group is None else dist.get_world_size(model_group),
             data_group=data_group,
             agree_on_end=agree_on_end,
+            agree_on_start=mode == "eval" and data_size > 1 and own_sampler is None and _has_no_length(loader),
             joins=joins,
             replicated=batch_source == "replicated",
             is_padding=self._is_padding_here,
@@ -289,6 +290,13 @@ def _check_choices(loader: object, mode: str, batch_source: str, uneven_inputs: 
         raise ValueError(f"`batch_source` must be one of {_BATCH_SOURCES}, got {batch_source!r}.")
     if uneven_inputs not in _UNEVEN_INPUTS:
         raise ValueError(f"`uneven_inputs` must be one of {_UNEVEN_INPUTS}, got {uneven_inputs!r}.")
+
+
+def _has_no_length(loader: object) -> bool:
+    """Whether this is a loader of a kind that need not have a length; alike on all ranks."""
+    return not isinstance(loader, Sequence) and not (
+        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    )
 
 
 def _all_lengths(loader: object, data_size: int, data_group: dist.ProcessGroup | None) -> list[int | None]:

@@ -397,7 +397,7 @@ class PipelineEngine:
         reference = self.places.common_reference(total) if self.weighs_in_schedule else None
         seeds = shares if reference is None else [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
-        snapshot = None if self.sizer is None else StepSnapshot(self.root, before)
+        snapshot = None if self.sizer is None else StepSnapshot(self.root)
         takes_weights = self._weight not in ("equal", "sum")
         self._set_tasks("train", microbatches, seeds, weights, step, log, reference if takes_weights else None)
         with _replaced_log(self.root, log, self.metrics):

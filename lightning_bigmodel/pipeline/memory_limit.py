@@ -14,7 +14,7 @@ from lightning_bigmodel import _host
 
 __all__ = ["MemoryLimit", "is_out_of_memory"]
 
-_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_WORDS = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -136,7 +136,7 @@ def check_weight(weight: MicrobatchWeight) -> None:
     Raises:
         ValueError: With the names that exist.
     """
-    if not callable(weight) and weight not in _NAMED_WEIGHTS:
+    if isinstance(weight, type) or (not callable(weight) and weight not in _NAMED_WEIGHTS):
         raise ValueError(
             f"`microbatch_weight={weight!r}` is not known. Use one of {', '.join(map(repr, _NAMED_WEIGHTS))} or a "
             "callable that takes a micro-batch and returns its weight."

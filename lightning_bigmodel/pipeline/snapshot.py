@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
-from lightning_bigmodel.pipeline.step_state import StepState
-from lightning_bigmodel.pipeline.trace import is_metric
+from lightning_bigmodel.pipeline.trace import ModuleState, is_metric
 
 __all__ = ["StepSnapshot"]
 
-_METRIC_COUNTERS = ("_update_count", "_update_called", "_computed", "_forward_cache")
-
 
 class StepSnapshot:
-    """Random states, buffers, plain attributes and torchmetrics states before a step. Memory: those of the buffers.
+    """Random states, buffers, attributes and torchmetrics states before a step. Memory: copies of buffers and tensors.
 
     Args:
         root: The user's module.
-        state: Its plain attributes; see `StepState`.
     """
 
-    def __init__(self, root: nn.Module, state: StepState) -> None:
-        self._state, self._rng = state, capture_rng()
+    def __init__(self, root: nn.Module) -> None:
+        self._state, self._rng = ModuleState(root), capture_rng()
         self._buffers = [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
-        self._metrics = [(metric, _metric_state(metric)) for metric in _metrics(root)]
+        # Some keep what they compute in objects of their own.
+        metrics: list[Any] = [module for module in root.modules() if is_metric(module) and not hasattr(module, "items")]
+        self._metrics = [(metric, copy.deepcopy(metric.metric_state)) for metric in metrics]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -37,15 +34,7 @@ class StepSnapshot:
         self._state.restore()
         for buffer, before in self._buffers:
             buffer.copy_(before)
-        for metric, values in self._metrics:
-            metric.__dict__.update(copy.deepcopy(values))
+        for metric, state in self._metrics:
+            values: dict[str, Any] = copy.deepcopy(state)
+            metric.__dict__.update(values)
         restore_rng(self._rng)
-
-
-def _metrics(root: nn.Module) -> Sequence[Any]:
-    return [module for module in root.modules() if is_metric(module) and not hasattr(module, "items")]
-
-
-def _metric_state(metric: Any) -> dict[str, Any]:
-    names = [*metric.metric_state, *(name for name in _METRIC_COUNTERS if name in metric.__dict__)]
-    return copy.deepcopy({name: metric.__dict__[name] for name in names if name in metric.__dict__})

@@ -107,6 +107,12 @@ class TokenWeight:
                     '`microbatch_weight="tokens"` looks for the step\'s labels by a run on fake values, which failed '
                     f"({type(error).__name__}: {error}). {_REMEDY}"
                 ) from error
+        dead = [target for target, ignore_index, _ in seen.calls if bool((target == ignore_index).all())]
+        if seen.calls and len(dead) == len(seen.calls) and not is_given:
+            raise ValueError(
+                'No label of the first batch counts, so that `microbatch_weight="tokens"` cannot tell by it where they '
+                f"are and whether they are shifted. {_REMEDY}"
+            )
         calls = {rule: call for call in seen.calls for rule in self._rules(batch, call[0], call[1])}
         rules = set(calls)
         if len(rules) > 1:  # inputs that are their own labels come under both names; labels know what does not count

@@ -25,7 +25,7 @@ from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
 from lightning_bigmodel.pipeline.dataflow import Dataflow, FlowRecord, PythonReads
 from lightning_bigmodel.pipeline.tree import leaves, map_leaves, tensor_leaves
 
-__all__ = ["LeafSpec", "StepTrace", "TraceError", "UnitCall", "call_order", "is_metric", "trace_step"]
+__all__ = ["LeafSpec", "ModuleState", "StepTrace", "TraceError", "UnitCall", "call_order", "is_metric", "trace_step"]
 
 _SMALL_BUFFER_ELEMENTS = 1 << 20
 _MAX_DEPTH = 3  # of containers in attributes whose changes are undone
@@ -140,30 +140,61 @@ def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
                 yield from _containers(inner, depth + 1)
 
 
-@contextmanager
-def _untouched(root: nn.Module) -> Iterator[None]:
-    """Undo every change to module attributes, and to lists, dicts and sets held by them, made within."""
-    attributes = [(module, dict(module.__dict__)) for module in root.modules()]
-    containers = [
-        (container, container.copy())
-        for _, saved in attributes
-        for value in saved.values()
-        for container in _containers(value)
-    ]
-    state = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(state)
-        for container, content in containers:
+class ModuleState:
+    """The attributes of a module and of those inside it: numbers, tensors written in place, lists, dicts and sets.
+
+    Not parameters and buffers, nor tensors of over a million elements. Memory: copies of the tensors.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._attributes = [(module, dict(module.__dict__)) for module in root.modules()]
+        values = [value for _, saved in self._attributes for value in saved.values()]
+        self._containers = [(each, each.copy()) for value in values for each in _containers(value)]
+        held = [*values, *(item for each, _ in self._containers for item in _items(each))]
+        plain = {id(value): value for value in held if _is_plain(value)}
+        registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+        own = [value for key, value in plain.items() if key not in registered]
+        self._tensors = [(value, value.clone(), value._version) for value in own]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """As it was."""
+        for container, content in self._containers:
             if isinstance(container, list):
                 container[:] = content
             else:
                 container.clear()
                 container.update(content)
-        for module, saved in attributes:
+        for module, saved in self._attributes:
             module.__dict__.clear()
             module.__dict__.update(saved)
+        for tensor, value, version in self._tensors:
+            if tensor._version != version:
+                tensor.copy_(value)
+
+
+_COPIED_ELEMENTS = 1 << 20  # a counter is small; a table that a module holds as a plain attribute is only read
+
+
+def _items(container: Any) -> Iterator[Any]:
+    yield from container.values() if isinstance(container, dict) else container
+
+
+def _is_plain(value: Any) -> bool:
+    # Of a graph or in inference mode, nothing is written in place that could be written back.
+    is_own = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+    return is_own and value.numel() <= _COPIED_ELEMENTS and not (value.requires_grad or value.is_inference())
+
+
+@contextmanager
+def _untouched(root: nn.Module) -> Iterator[None]:
+    """Undo every change to module attributes, and to what they hold, made within."""
+    before, state = ModuleState(root), capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
+        before.restore()
 
 
 def _metrics(root: nn.Module) -> list[Any]:

@@ -209,7 +209,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 name == "pipeline_parallel_size" and value == "all"
             )
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
+                word = '"auto"' if name == "num_microbatches" else '"all"'
+                raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1, or {word}.")
         check_memory_limit(memory_limit_bytes, num_microbatches)
         if batch_source not in ("broadcast", "replicated"):
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")

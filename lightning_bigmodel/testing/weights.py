@@ -53,6 +53,9 @@ def find_microbatch_weight(
         The weight and all errors. `weight=None`: the loss does not come apart (one over pairs of the batch, a root of a
         mean): use `num_microbatches=1`.
 
+    Raises:
+        ValueError: For fewer than two micro-batches.
+
     Memory: a copy of the module, and its gradients twice.
 
     Example:
@@ -60,6 +63,8 @@ def find_microbatch_weight(
         >>> find_microbatch_weight(TinyChain(), (torch.randn(5, 8), torch.randn(5, 8))).weight
         'samples'
     """
+    if type(num_microbatches) is not int or num_microbatches < 2:
+        raise ValueError(f"`num_microbatches={num_microbatches!r}` must be a whole number of at least 2.")
     module = copy.deepcopy(module)
     configure = getattr(module, "configure_model", None)
     if callable(configure):

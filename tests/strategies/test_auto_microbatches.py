@@ -36,7 +36,8 @@ class Keeps(LightningModule):
         self.register_buffer("seen", torch.zeros(()))
         self.mean = torchmetrics.MeanMetric()
         self.num_parts: list[int] = []
-        self.attempts = 0
+        self.total = torch.zeros(1)  # written in place, as are those of a block
+        self.blocks[0].calls, self.blocks[0].total = 0, torch.zeros(1)  # type: ignore[assignment]
         self.greedy_from = greedy_from
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -47,6 +48,9 @@ class Keeps(LightningModule):
             if batch_idx >= self.greedy_from >= 0:  # what no estimate on the first batch foresees
                 hidden = hidden + torch.tanh(torch.tanh(hidden * 2.0) * 2.0) * 0.01
         self.seen.add_(len(batch[0]))
+        self.total[0] += len(batch[0])
+        self.blocks[0].calls += len(batch[0])
+        self.blocks[0].total[0] += len(batch[0])  # type: ignore[index,operator]
         loss = nn.functional.mse_loss(self.head(hidden.mean(1)), batch[1])
         self.mean(loss.detach(), weight=len(batch[0]))
         self.log("mean", self.mean, on_step=False, on_epoch=True)
@@ -93,7 +97,14 @@ def fit(strategy: Any, devices: int, batch_size: int, lengths: list[int], **opti
     if folder is not None:
         run.save_checkpoint(f"{folder}/saved")
     metrics = {name: float(value) for name, value in run.callback_metrics.items()}
-    return {"weights": weights(module), "num_parts": module.num_parts, "metrics": metrics, "seen": float(module.seen)}
+    block: Any = module.blocks[0]
+    return {
+        "weights": weights(module),
+        "num_parts": module.num_parts,
+        "metrics": metrics,
+        "seen": float(module.seen),
+        "counted": [float(module.total), float(block.calls), float(block.total)],
+    }
 
 
 def _fit(settings: dict[str, Any], devices: int, batch_size: int, lengths: list[int], options: Any) -> dict[str, Any]:
@@ -128,6 +139,8 @@ def test_runs_as_one_process_within_the_limit(name: str) -> None:
         assert_same_weights(found["weights"], expected["weights"])
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
         assert found["seen"] == expected["seen"] / (data_size if name != "one" else 1)
+        if devices == 1:
+            assert found["counted"] == [80.0] * 3
         first, greedy, _, short, _ = found["num_parts"]
         assert least <= first <= greedy
         assert greedy > least or fitting > 16  # more is kept than the first batch showed
@@ -217,6 +230,7 @@ def test_the_limit_counts_each_storage_while_it_is_kept() -> None:
         (MemoryError(), True),
         (RuntimeError("shapes do not match"), False),
         (ValueError("out of memory"), False),
+        (RuntimeError("the tokenizer is out of memory of words"), False),
     ],
 )
 def test_running_out_is_recognised(error: BaseException, expected: bool) -> None:

@@ -271,6 +271,15 @@ def test_the_cross_entropy_that_matches_says_what_is_ignored() -> None:
     assert (weight.labels, weight.shifted, weight.ignore_index) == ("labels", False, -100)
 
 
+def test_a_first_batch_without_labels_is_named() -> None:
+    """Labels that fit both ways because none counts."""
+    module, weight = Tagger(), TokenWeight()
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    batch = {"tokens": torch.zeros(2, _LENGTH, dtype=torch.long), "labels": torch.full((2, _LENGTH), -100)}
+    with pytest.raises(ValueError, match="No label of the first batch counts"):
+        weight.resolve(module, batch, lambda batch: module.training_step(batch, 0), torch.device("cpu"))
+
+
 def test_labels_that_may_be_inputs_are_refused() -> None:
     """The wrong one of two that are equal in the first batch only."""
     module, weight = Pair(), TokenWeight()
