@@ -367,7 +367,7 @@ class PipelineEngine:
                 return float(saved_bytes(self.root, lambda: step(batch), self.device))
             except Exception:  # what no fake run can follow is found out by running out of memory
                 return 0.0
-        trace, share = self.planner.first_trace, 1 / self.num_microbatches
+        trace = self.planner.first_trace
         assert trace is not None, "`partition` comes first"
         total = 0.0
         for index in self.stage_indices:
@@ -376,8 +376,8 @@ class PipelineEngine:
                 for call, stage in zip(trace.units, self.planner.first_stages, strict=True)
                 if stage == index
             )
-            total += own * max(1, self.num_stages - index) / share  # as many micro-batches are under way
-        return total
+            total += own * max(1, self.num_stages - index)  # as many micro-batches are under way
+        return total * self.num_microbatches
 
     def _free_bytes(self) -> float:
         if self._limit is not None:
@@ -398,8 +398,7 @@ class PipelineEngine:
         seeds = shares if reference is None else [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
         snapshot = None if self.sizer is None else StepSnapshot(self.root)
-        takes_weights = self._weight not in ("equal", "sum")
-        self._set_tasks("train", microbatches, seeds, weights, step, log, reference if takes_weights else None)
+        self._set_tasks("train", microbatches, seeds, weights, step, log, reference if self._takes_weights else None)
         with _replaced_log(self.root, log, self.metrics):
             run_schedule(self._torch_schedules[num_parts], num_parts, self.device)
         self.places.settle()
@@ -513,7 +512,7 @@ class PipelineEngine:
             with self.passes.forward(0), self._common_rng(), self._collecting("train", is_last_stage=True):
                 result = step(batch)
             returned = returned_weight(result) if counts else None
-            if returned is not None and self._weight in ("equal", "sum"):
+            if returned is not None and not self._takes_weights:
                 raise ValueError(
                     f"`training_step` returns `{RETURNED_WEIGHT}`, but the strategy was given "
                     f"`microbatch_weight={self._weight!r}`, which takes no weights. Leave one of them out."
@@ -543,6 +542,11 @@ class PipelineEngine:
     def _move_statistics(self, payloads: list[_Payload], counts: bool) -> None:
         if self._statistics is not None:
             self._statistics.finish([payload.batch_norm_calls for payload in payloads], counts=counts)
+
+    @property
+    def _takes_weights(self) -> bool:
+        """Whether a step may return the weight of its micro-batch."""
+        return self._weight not in ("equal", "sum")
 
     def _common_rng(self) -> AbstractContextManager[Any]:
         """Tensor ranks draw the same numbers, data ranks their own; alone, a step draws as in one process."""

@@ -44,6 +44,7 @@ class MicrobatchSizer:
         self.largest_fit = 0
         self.smallest_misfit = math.inf
         self.is_estimated = False
+        self._first: float | None = None  # elements that should fit, by the estimate
 
     def estimate(self, batch: Any, needed_bytes: float, free_bytes: float) -> None:
         """Begin with what should fit, given the memory that `batch` would need as one micro-batch."""
@@ -51,8 +52,6 @@ class MicrobatchSizer:
         if needed_bytes > free_bytes and not self.largest_fit:
             self.smallest_misfit = min(self.smallest_misfit, num_elements(batch))
             self._first = max(1.0, num_elements(batch) * max(free_bytes, 0.0) / needed_bytes)
-
-    _first: float | None = None
 
     def _rows(self, batch: Any) -> tuple[int, float]:
         num_samples = batch_size(batch) or 1

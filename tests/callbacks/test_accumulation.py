@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -16,21 +16,14 @@ from torch.utils.data import DataLoader
 from lightning_bigmodel import AdaptiveAccumulation, BigModelStrategy, GradientNoiseScale
 from lightning_bigmodel.testing import run_ranks
 from tests.callbacks.test_noise_scale import Draws, Linear
+from tests.strategies.test_equal_weights import Squares as EqualSquares
 from tests.strategies.trainer_modules import trainer, weights
 
 NUM_BATCHES, BATCH_SIZE = 14, 4
 
 
-class Squares(LightningModule):
-    """A loss whose gradient depends on the batch; a schedule in closed form and momentum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = torch.nn.Linear(3, 2)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
+class Squares(EqualSquares):
+    """With a schedule in closed form and momentum."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)

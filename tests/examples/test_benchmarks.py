@@ -11,19 +11,24 @@ _BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 _TINY = ["--width=16", "--num-blocks=4", "--context=8", "--batch-size=4", "--num-microbatches=4", "--rounds=1"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """One run of the benchmark over three schedules: schedule -> what it found."""
-    path = tmp_path_factory.mktemp("benchmark") / "results.json"
-    options = ["--warmup-rounds=0", f"--json={path}", "--schedules", "GPipe", "1F1B", "Interleaved1F1B"]
+def _run(script: str, options: list[str], path: Path, key: str) -> dict[str, dict]:
+    """What a benchmark found, by `key`."""
     done = subprocess.run(
-        [sys.executable, str(_BENCHMARKS / "pipeline_cost.py"), *_TINY, *options],
+        [sys.executable, str(_BENCHMARKS / script), *options, f"--json={path}"],
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return {result["schedule"]: result for result in json.loads(path.read_text())["results"]}
+    return {result[key]: result for result in json.loads(path.read_text())["results"]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """One run of the benchmark over three schedules: schedule -> what it found."""
+    path = tmp_path_factory.mktemp("benchmark") / "results.json"
+    options = ["--warmup-rounds=0", "--schedules", "GPipe", "1F1B", "Interleaved1F1B"]
+    return _run("pipeline_cost.py", [*_TINY, *options], path, "schedule")
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
@@ -65,15 +70,8 @@ _LOGS = [1, 1024]  # what a step logs, gathered
 def sharding_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """One run of the benchmark over all pairs: pair -> what it found."""
     path = tmp_path_factory.mktemp("benchmark") / "results.json"
-    options = ["--ranks=2", f"--json={path}", "--pairs", "replicas", "sharded", "kept"]
-    done = subprocess.run(
-        [sys.executable, str(_BENCHMARKS / "sharding_cost.py"), *_SHARDING_TINY, *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return {result["pair"]: result for result in json.loads(path.read_text())["results"]}
+    options = ["--ranks=2", "--pairs", "replicas", "sharded", "kept"]
+    return _run("sharding_cost.py", [*_SHARDING_TINY, *options], path, "pair")
 
 
 @pytest.mark.parametrize("pair", ["replicas", "sharded", "kept"])
