@@ -58,9 +58,9 @@ class LossScale:
     """The scale of the loss, told after each step whether its gradients overflowed.
 
     A good step counts towards growth: after `growth_interval` of them in a row the scale is multiplied by
-    `growth_factor`. An overflow starts that count again. With `hysteresis=h`, the first h - 1 overflows only skip their
-    step, and the h-th shrinks the scale by `backoff_factor`. Growth gives the h - 1 back in every rule; further settings
-    say what else does.
+    `growth_factor`. An overflow starts that count again. With `hysteresis=h`, the first h - 1 overflows only skip
+    their step, and the h-th shrinks the scale by `backoff_factor`. Growth gives the h - 1 back in every rule; two
+    settings say what else does.
 
     The scale is always a number of float32, because it multiplies losses of float32, and so is its inverse. Growth
     beyond float32 leaves the scale as it is.
