@@ -125,7 +125,8 @@ def any_rank(flag: bool | Tensor, groups: dist.ProcessGroup | Sequence[dist.Proc
 
     Example::
 
-        any_rank(unscale_and_check(gradients, 1 / scale.scale), mesh.get_all_groups())
+        flag = unscale_and_check([torch.tensor([2.0])], 1 / 4.0)
+        any_rank(flag)  # False, on every rank; of a mesh: any_rank(flag, mesh.get_all_groups())
     """
     if isinstance(flag, Tensor) and flag.numel() != 1:
         raise ValueError(

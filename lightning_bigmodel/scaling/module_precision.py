@@ -77,9 +77,11 @@ class ModulePrecision:
 
     Example::
 
-        precision = ModulePrecision(model, ["LayerNorm", "*.router"])
+        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        precision = ModulePrecision(model, ["LayerNorm"])
         precision.install()
-        trainer_loop(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(1, 2)).dtype  # torch.float32, and so are the sums inside
         precision.remove()
     """
 

@@ -38,7 +38,7 @@ from lightning_bigmodel.scaling.casting import (
     run_half,
 )
 from lightning_bigmodel.scaling.module_precision import ModulePrecision, matching_modules
-from lightning_bigmodel.scaling.op_names import UserFunction, resolve
+from lightning_bigmodel.scaling.op_names import STANDS_FOR, UserFunction, resolve
 
 __all__ = ["ModulePrecision", "OpPrecision", "full_precision", "half_precision", "matching_modules"]
 
@@ -116,6 +116,10 @@ class OpPrecision:
         self._lock = threading.Lock()
         self._installs = 0
         self._kept = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A launcher that starts processes sends the lists to them; what is replaced here stays here.
+        return type(self), (self.full_precision_ops, self.half_precision_ops, self.half_dtype)
 
     def __bool__(self) -> bool:
         return bool(self.full_precision_ops or self.half_precision_ops)
@@ -299,6 +303,7 @@ class _Replaced:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return run(*args, **kwargs) if self.on else function(*args, **kwargs)
 
+        setattr(replacement, STANDS_FOR, user.raw)
         self.function = function
         self.replacement = replacement
         kind = type(user.raw)

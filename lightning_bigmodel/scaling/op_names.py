@@ -32,6 +32,9 @@ _NAMESPACES = {
 }
 _SYNONYMS = {"F.": "torch.nn.functional.", "nn.functional.": "torch.nn.functional.", "Tensor.": "torch.Tensor."}
 
+# Attribute of what replaces a user's function: what the owner held before.
+STANDS_FOR = "_bigmodel_stands_for"
+
 # Symbol of an operator -> its names; the first is that of the operator's functions.
 _OPERATORS = {
     "@": ("matmul", "__matmul__", "__rmatmul__"),
@@ -169,6 +172,8 @@ def _member(name: str, owner: Any, path: list[str], setting: str) -> UserFunctio
     if not hasattr(owner, attribute):
         raise ValueError(_no_member(name, owner, attribute, setting))
     raw = inspect.getattr_static(owner, attribute)
+    # While other lists are installed, the owner holds what stands in for the function.
+    raw = getattr(UserFunction(name, owner, attribute, raw).function, STANDS_FOR, raw)
     if isinstance(raw, type):
         raise ValueError(
             f"`{setting}` holds {name!r}, which is a class. Modules are named in `full_precision_modules`, by class or"

@@ -1,6 +1,7 @@
 """`OpPrecision`: listed operators compute in the dtype they were listed for, in forward, backward and recompute."""
 
-import gc
+import copy
+import pickle
 import sys
 import threading
 import types
@@ -377,6 +378,20 @@ def test_empty_lists_cost_nothing():
         assert not torch.overrides.has_torch_function((torch.ones(1),))
 
 
+def test_lists_travel_to_other_processes():
+    """A launcher that spawns processes pickles the precision with all that it holds."""
+    ops = OpPrecision(["softmax", _PHASE], ["@"], torch.float16)
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    ops.install()
+    copies = [pickle.loads(pickle.dumps(ops)), copy.deepcopy(ops)]
+    ops.remove()
+    for each in copies:
+        assert phase(x, 1.0).dtype == torch.bfloat16
+        with each.active():
+            assert torch.softmax(x, 0).dtype == phase(x, 1.0).dtype == torch.float32
+            assert (x @ x).dtype == torch.float16
+
+
 def test_install_and_remove():
     """Names imported before, and modules that come or change in between, must all be right afterwards."""
     ops, original, x = OpPrecision([_PHASE]), user_functions.phase, torch.ones(2, dtype=torch.bfloat16)
@@ -426,7 +441,6 @@ def test_methods_of_classes():
         assert x.grad.tolist() == [[2.0] * 2] * 2
         assert x.grad.dtype == torch.bfloat16
     assert {cls: dict(vars(cls)) for cls in held} == held
-    gc.collect()
 
 
 @pytest.mark.parametrize(
