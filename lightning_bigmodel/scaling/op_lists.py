@@ -127,8 +127,8 @@ class OpPrecision:
     def install(self) -> None:
         """Replaces the user's functions in every module and class that holds them, until `remove`.
 
-        Goes through all loaded modules, which takes some milliseconds: call it once, at the start. A second call does
-        nothing.
+        Goes through all loaded modules, some tens of milliseconds for each function: call it once, at the start. A
+        second call does nothing.
         """
         with self._lock:
             if not self._kept:
