@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
+    from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
     "AdaScale",
     "AdaptiveAccumulation",
+    "BigModelPrecision",
     "BigModelStrategy",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
@@ -39,6 +41,7 @@ __all__ = [
 _HOMES = {
     "AdaScale": "lightning_bigmodel.callbacks.adascale",
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
+    "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -28,33 +28,38 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "all_gather_flat",
+    "all_objects",
     "callbacks",
     "compute_dtype",
     "default_store",
+    "end_skipped_step",
     "first_loader",
     "follow_finetuning",
     "follow_toggles",
     "give_back_sampling",
+    "graph_break",
     "host_attributes",
+    "in_backward",
     "init_process_group",
     "is_fake",
     "load_loader_states",
     "looks_at_gradients",
     "mark_schedule_initialized",
-    "in_backward",
     "num_evaluation_batches",
     "optimizers_to_device",
     "plain_batch_sampler",
     "queue_after_backward",
     "reduce_scatter_flat",
+    "replace_norm_clipping",
+    "restore_norm_clipping",
     "script_launcher",
     "set_device",
     "set_device_mesh",
-    "replace_norm_clipping",
-    "restore_norm_clipping",
+    "set_dtype",
     "silence_deprecations",
     "silence_sync_advice",
     "silent_loggers",
+    "skip_step",
     "step_arguments",
     "take_over_sampling",
     "traced",
@@ -62,6 +67,7 @@ __all__ = [
     "transfer_batch",
     "unfollow_finetuning",
     "unfollow_toggles",
+    "use_own_precision",
 ]
 
 
@@ -299,11 +305,88 @@ def restore_norm_clipping(precision: Any) -> None:
 
 
 def compute_dtype(precision: Any) -> torch.dtype | None:
-    """The type that mixed precision casts operands to where no loss scale is needed; None without mixed precision."""
+    """The type that mixed precision casts operands to; None without mixed precision."""
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    is_scale_free = isinstance(precision, MixedPrecision) and precision.scaler is None
-    return torch.bfloat16 if is_scale_free and precision.precision == "bf16-mixed" else None
+    if isinstance(precision, MixedPrecision):
+        return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+    return precision.dtype if getattr(precision, "is_mixed", False) else None
+
+
+def use_own_precision(strategy_class: type, make: Callable[[Any], Any], names: Collection[str]) -> None:
+    """Let `Trainer(precision=name)` with a strategy of this class take the plugin that `make(name)` gives.
+
+    Lightning 2.6 makes the plugin in a private method of its connector, after it has turned "16-mixed" on the CPU
+    into "bf16-mixed"; no hook of a strategy is asked before.
+    """
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    make_default = _AcceleratorConnector._check_and_init_precision
+
+    @wraps(make_default)
+    def check_and_init_precision(self: Any) -> Any:
+        is_own = isinstance(getattr(self, "strategy", None), strategy_class)
+        if is_own and not self._precision_plugin_flag and self._precision_flag in names:
+            return make(self._precision_flag)
+        return make_default(self)
+
+    _AcceleratorConnector._check_and_init_precision = check_and_init_precision  # type: ignore[method-assign]
+
+
+def set_dtype(root: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What `module.dtype` answers, of Lightning's modules in `root`, for a plugin that casts parameters by itself."""
+    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+
+    for module in root.modules():
+        if isinstance(module, _DeviceDtypeModuleMixin):
+            module._dtype = dtype
+
+
+def graph_break(reason: str) -> None:
+    """Let `torch.compile` end a graph here; outside of a trace nothing happens (torch 2.11 - 2.14)."""
+    torch._dynamo.graph_break(reason)
+
+
+def skip_step(trainer: pl.Trainer) -> None:
+    """Let the optimizer step that is under way not count: not in `global_step`, for schedulers, nor as a logger's step.
+
+    Lightning 2.6 counts a step once the hook returns and then moves learning-rate schedulers, whether the precision
+    plugin stepped or not (Lightning#18828).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not trainer.lightning_module.automatic_optimization:
+        progress: Any = loop.manual_optimization.optim_step_progress
+        trackers = [progress.total, progress.current]
+    else:
+        step = loop.automatic_optimization.optim_progress.optimizer.step
+        trackers = [step.total, step.current]
+        update = loop.update_lr_schedulers
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if interval != "step":
+                update(interval, update_plateau_schedulers=update_plateau_schedulers)
+            elif update_plateau_schedulers:  # the last thing before the batch counts
+                loop._batches_that_stepped -= 1
+                end_skipped_step(trainer)
+
+        loop.__dict__["update_lr_schedulers"] = update_lr_schedulers
+    for tracker in trackers:  # both are counted up again when the hook returns
+        tracker.ready -= 1
+        tracker.completed -= 1
+
+
+def end_skipped_step(trainer: pl.Trainer) -> None:
+    """Undo what `skip_step` has put in place. Does nothing twice."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("update_lr_schedulers", None)
+
+
+def all_objects(own: Any) -> list[Any]:
+    """The objects of all ranks, or the own one where there are no others. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def optimizers_to_device(optimizers: Sequence[Any], device: torch.device) -> None:

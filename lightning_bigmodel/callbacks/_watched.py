@@ -36,6 +36,11 @@ class _Watch(MicrobatchSquares):
     def end_window(self) -> None:
         self._callback._end_window()
 
+    @override
+    def drop_window(self) -> None:
+        self._callback._num_batches = 0
+        self.start_window()
+
 
 class WatchingCallback(Callback):
     """A callback that learns, at each optimizer step, the squares of small gradients and of the whole one.
@@ -79,10 +84,12 @@ class WatchingCallback(Callback):
                 "with the batch. Return the mean over samples and use `microbatch_weight='samples'`, or leave the "
                 "callback out."
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        precision = trainer.precision_plugin
+        scales = getattr(precision, "scaler", None) or getattr(precision, "loss_scale", None)
+        if scales is not None and not isinstance(strategy, BigModelStrategy):
             raise ValueError(
-                f"`{name}` would see gradients times the loss scale of `precision='16-mixed'`. Use `'bf16-mixed'` or "
-                "`'32-true'`."
+                f"`{name}` would see gradients times the loss scale of `precision='16-mixed'`. Use `BigModelStrategy`, "
+                "or `'bf16-mixed'`."
             )
         if self._parts_a_batch(trainer) * self._largest_window(trainer) == 1:
             raise ValueError(

@@ -191,6 +191,8 @@ class PipelineEngine:
         self._stages: list[MicrobatchStage] = []
         self._torch_schedules: dict[int, Any] = {}
         self.sizer, self._limit = sizer, limit
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by while they are made
+        self.backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.resident_bytes: Callable[[], int] = lambda: 0  # parameters, gradients, optimizer states of this rank
         self.num_parts = 0  # micro-batches of the last batch
         self._owned: list[nn.Parameter] | None = None
@@ -275,6 +277,7 @@ class PipelineEngine:
             }
             stage.limit, stage.recovers = self._limit, self.sizer is not None
             stage.watches = self.watches
+            stage.backward_context = self.backward_context
             self._stages.append(stage)
         self.metrics = MetricLink(self.root, self.mesh.line_group, self.mesh.data_group)
         if self._defers_statistics:
@@ -394,8 +397,9 @@ class PipelineEngine:
         shares = weights if self._weight == "sum" else _shares(weights)
         if num_parts not in self._torch_schedules:
             self._torch_schedules[num_parts] = build_schedule(self.schedule, self._stages, num_parts)
-        reference = self.places.common_reference(total) if self.weighs_in_schedule else None
-        seeds = shares if reference is None else [weight / reference for weight in weights]
+        scale = self.loss_scale()
+        reference = self.places.common_reference(total) / scale if self.weighs_in_schedule else None
+        seeds = [s * scale for s in shares] if reference is None else [weight / reference for weight in weights]
         log, before = StepLog(self.root), StepState(self.root, self._ignored, self._loose_buffers)
         snapshot = None if self.sizer is None else StepSnapshot(self.root)
         self._set_tasks("train", microbatches, seeds, weights, step, log, reference if self._takes_weights else None)

@@ -45,6 +45,9 @@ class GradientWatch:
     def end_window(self) -> None:
         """The gradients between two optimizer steps are complete, and nothing has clipped them. Collective."""
 
+    def drop_window(self) -> None:
+        """In place of `end_window` where they have overflowed and there is no step."""
+
 
 class MicrobatchSquares(GradientWatch):
     """Sums up the squares of each micro-batch's gradient, by group of parameters.

@@ -186,6 +186,7 @@ class MicrobatchStage:
         self.recovers = False  # from running out of memory, by going on with zeros to the end of the step
         self.ran_out = False
         self.watches: Sequence[GradientWatch] = ()
+        self.backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
 
     @property
@@ -334,7 +335,7 @@ class MicrobatchStage:
             return
         self.passes.begin_backward(index)
         if not self._is_absent(index):
-            with self._watched(index):
+            with self._watched(index), self.backward_context():
                 self._try_backward(self.tasks[index], self._flight(index), full_backward)
         (self.passes.end_backward if full_backward else self.passes.pause_backward)(index)
 
@@ -400,7 +401,7 @@ class MicrobatchStage:
         if not self._is_absent(index) and not self.ran_out:
             split = self._flight(index).split
             assert split is not None, "the input half of a backward comes before its weight half"
-            with self._watched(index):
+            with self._watched(index), self.backward_context():
                 split.weights()
             self._flight(index).split = None
         self.passes.end_backward(index)

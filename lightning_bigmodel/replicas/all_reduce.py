@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "all_reduce_sum", "buckets_of"]
+__all__ = ["BUCKET_BYTES", "all_reduce_sum", "buckets_of", "sum_dtype"]
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -32,13 +32,29 @@ def buckets_of(tensors: Sequence[_T], bucket_bytes: int) -> Iterator[list[_T]]:
         yield bucket
 
 
+def sum_dtype(own: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
+    """The type in which gradients of type `own` are sent and summed: as chosen, else their own but at least fp32."""
+    if chosen is not None:
+        return chosen
+    return torch.promote_types(own, torch.float32) if own.is_floating_point else own
+
+
 @torch.no_grad()
 def all_reduce_sum(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Replace each tensor by its sum over `group`, in place. Every rank must pass equal shapes in the same order.
 
-    Communication: one all-reduce a bucket; bytes of all tensors once. Memory: two buckets.
+    Args:
+        tensors: What to sum.
+        group: The ranks.
+        bucket_bytes: Size of a message; a larger tensor is its own.
+        dtype: See `sum_dtype`.
+
+    Communication: one all-reduce a bucket; bytes of all tensors once, in the type of the sum. Memory: two buckets.
 
     Raises:
         ValueError: For a `bucket_bytes` below one.
@@ -50,10 +66,11 @@ def all_reduce_sum(
         raise ValueError(f"`bucket_bytes={bucket_bytes}` must be at least 1.")
     pending: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
     for bucket in buckets_of(tensors, bucket_bytes):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
+        wide = sum_dtype(bucket[0].dtype, dtype)
+        if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype == wide:
             flat = bucket[0]
         else:
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
         if len(pending) > 1:
             _finish(*pending.pop(0))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, all_reduce_sum, buckets_of
+from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, all_reduce_sum, buckets_of, sum_dtype
 
 __all__ = ["OverlappedAllReduce"]
 
@@ -26,6 +26,7 @@ class OverlappedAllReduce:
         names: id(parameter) -> its name.
         group: The ranks to sum over.
         bucket_bytes: Size of a message; a larger gradient is its own.
+        dtype: In which gradients are sent and summed; see `sum_dtype`.
 
     Communication: bytes of all gradients once. Memory: the messages, which become the gradients; besides, one bucket.
 
@@ -40,8 +41,10 @@ class OverlappedAllReduce:
         names: dict[int, str],
         group: dist.ProcessGroup | None,
         bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._parameters, self._names, self._group = list(parameters), names, group
+        self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self.covers = frozenset(id(parameter) for parameter in parameters)
         self.present: set[int] = set()  # ids of parameters that had a gradient here
@@ -96,6 +99,7 @@ class OverlappedAllReduce:
                 for parameter, gradient in zip(bucket, gradients, strict=True)
             ]
             flat = torch.cat(parts)
+        flat = flat.to(sum_dtype(flat.dtype, self._dtype))
         # Where memory has another order than the message, the gradient itself stays, and takes the sum back.
         kept = [
             None if parameter.is_contiguous() else gradient
@@ -128,7 +132,7 @@ class OverlappedAllReduce:
             if work is not None:
                 work.wait()
             for parameter, gradient, part in zip(bucket, kept, flat.split([p.numel() for p in bucket]), strict=True):
-                summed = part.view(parameter.shape)
+                summed = part.view(parameter.shape).to(parameter.dtype)
                 parameter.grad = summed if gradient is None else gradient.copy_(summed)
         self._waiting.clear()
 
@@ -142,7 +146,7 @@ class OverlappedAllReduce:
         """Sum those too. Collective."""
         parameters = [parameter for bucket in self._buckets for parameter in bucket]
         late = [self._late.get(id(parameter), torch.zeros_like(parameter)) for parameter in parameters]
-        all_reduce_sum(late, self._group, self._bucket_bytes)
+        all_reduce_sum(late, self._group, self._bucket_bytes, self._dtype)
         for parameter, gradient in zip(parameters, late, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._late.clear()

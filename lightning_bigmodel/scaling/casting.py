@@ -28,7 +28,8 @@ _CAST_DTYPES = (torch.float32, *HALF_DTYPES)
 class _Region(threading.local):
     """How many functions in full precision this thread is inside of, one within another."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth = 0  # not on the class: `torch.compile` would look for it in vain the first time
 
 
 _region = _Region()

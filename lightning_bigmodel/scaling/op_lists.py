@@ -27,6 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.scaling.casting import (
     call_full,
     call_half,
@@ -225,7 +226,7 @@ class _Mode(TorchFunctionMode):
                 return inner(*args, **kwargs)
         if func is checkpoint:
             # Only `torch.compile` reports it, and would trace what is inside without this mode.
-            torch._dynamo.graph_break(
+            _host.graph_break(
                 "Operators with a precision of their own cannot be traced through a checkpoint. Compile what is inside"
                 " of the checkpoint, and not what is around it, or leave out `fullgraph=True`."
             )

@@ -101,9 +101,10 @@ class BucketReducer:
         bucket, rows = self.buckets[index]
         gradients = [parameter.grad for parameter in bucket]
         self._refuse_sparse(bucket)
-        kept = self._shards.shards[id(bucket[0])].dtype  # sums are made in the type they are kept in
         self._shards.present.update(id(parameter) for parameter in bucket if parameter.grad is not None)
-        self._waiting.append((bucket, rows, rows.reduce_scatter(gradients, kept, bucket[0].device)))
+        self._waiting.append(
+            (bucket, rows, rows.reduce_scatter(gradients, self._shards.sum_dtype(bucket[0]), bucket[0].device))
+        )
         for parameter in bucket:
             parameter.grad = None
         if len(self._waiting) > _MAX_PENDING:

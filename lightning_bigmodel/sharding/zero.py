@@ -75,9 +75,18 @@ class ZeroShards:
         self._arriving: list[tuple[Sequence[nn.Parameter], FlatRows, Arriving]] = []
         self._marks: dict[int, tuple[int, int]] = {}
         self._compute_dtype = compute_dtype
+        self.reduce_dtype: torch.dtype | None = None  # in which gradients are sent and summed; None: at least fp32
         self._place()
         self._mark(self.parameters)
         self.present: set[int] = set()  # ids of parameters that had a gradient here since `start_window`
+
+    def sum_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """In which the gradient of `parameter` is sent and summed."""
+        kept = self.shards[id(parameter)].dtype
+        if not kept.is_floating_point:
+            return kept
+        chosen = self.reduce_dtype if self.num_ranks > 1 else None  # else nothing is sent
+        return chosen or torch.promote_types(kept, torch.float32)
 
     def used_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Type of the whole parameter."""

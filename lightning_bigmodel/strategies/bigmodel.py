@@ -28,6 +28,7 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -55,6 +56,7 @@ from lightning_bigmodel.pipeline.microbatch_size import MicrobatchSizer
 from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_tensors
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.pipeline.token_weight import TokenWeight
+from lightning_bigmodel.precision.bigmodel import PRECISIONS, BigModelPrecision
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
@@ -67,6 +69,7 @@ from lightning_bigmodel.strategies.combinations import (
     check_callbacks,
     check_memory_limit,
     check_module,
+    check_op_lists,
     check_optimizers,
     check_precision,
     check_process_group_settings,
@@ -159,9 +162,10 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
         checkpoint_io: Set by the Trainer; used for checkpoints in one file.
-        precision_plugin: Set by the Trainer. With `"bf16-mixed"` and ZeRO, weights and biases of linear and convolution
-            layers are kept and sent in bf16 (2 bytes, their gradients 2, their fp32 rows and moments 12 / N), as
-            autocast would cast them anyway; gradients are summed over ranks in fp32.
+        precision_plugin: Set by the Trainer, `precision="16-mixed"` and the others as `BigModelPrecision`. With mixed
+            precision and ZeRO, weights and biases of linear and convolution layers are kept and sent in 16 bits
+            (2 bytes, their gradients 2, their fp32 rows and moments 12 / N), as autocast would cast them anyway;
+            gradients are summed over ranks in fp32.
 
     Raises:
         ValueError: For settings that do not go together; here where that can be known, else at the start of a run, on
@@ -269,6 +273,17 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             check_schedule(self._schedule, pipeline_size, self._num_microbatches)
         return self._num_microbatches
 
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        check_precision(precision_plugin, type(self).__name__)
+        self._precision_plugin = precision_plugin
+
     # -- ranks and groups ----------------------------------------------------------------------------------------------
 
     @property
@@ -336,7 +351,6 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         assert self.accelerator is not None
         assert module is not None
         self.accelerator.setup(trainer)
-        check_precision(self.precision_plugin, type(self).__name__)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             is_scheduled = self.mesh.pipe_size > 1 or self._microbatches_for(self.mesh.pipe_size) > 1
@@ -344,6 +358,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             check_module(module, is_scheduled=is_scheduled)
             is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
             check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
+            check_op_lists(self.precision_plugin, self._compile_blocks, self._tensor_parallel_size)
             if self._deferred_batch_norm:
                 least = 2 if self._finds_microbatches else 1
                 check_deferral(module, max(least, self._microbatches_for(self.mesh.pipe_size)), self.mesh.data_size)
@@ -365,6 +380,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             limit=None if self._memory_limit_bytes is None else MemoryLimit(self._memory_limit_bytes),
             deferred_batch_norm=self._deferred_batch_norm,
         )
+        self._begin_loss_scaling()
         self._engine.resident_bytes = lambda: resident_bytes(self)
         self._engine.signal = lambda: trainer.should_stop
         if fitting:
@@ -475,7 +491,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 shows_gradients=_host.looks_at_gradients(trainer) or not engine.root.automatic_optimization,
                 blocks=None if self._blocks == "auto" else named_blocks(engine.root, self._blocks),
                 offload=settings.policy,
-                compute_dtype=mixed_precision_rule(engine.root, _host.compute_dtype(self.precision_plugin)),
+                compute_dtype=mixed_precision_rule(engine.root, self.precision_plugin),
+                reduce_dtype=self._reduce_dtype(),
                 prepare=self._materializer.fill if self._materializer is not None else None,
             )
             engine.places = self._sharded
@@ -492,7 +509,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         partial = self._tensor.slices.partial_gradients if self._tensor is not None else []
         if self._sharded is None and self.mesh.data_size > 1 and not self._is_manual:
             tied = [parameter for parameters in shared.values() for parameter in parameters]
-            engine.places = ReplicatedGradients(self.mesh, share, [*tied, *partial])
+            engine.places = ReplicatedGradients(self.mesh, share, [*tied, *partial], self._reduce_dtype())
         divides = self._microbatch_weight != "sum" and not self._is_manual
         engine.places.batches_a_window = self.mesh.data_size * trainer.accumulate_grad_batches if divides else 1
         self._window = GradientWindow(
@@ -501,7 +518,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             build_pipe_subgroups(self.mesh, list(shared)),
             None if planner.first_trace is None else lambda: planner.trained,
             engine.places,
-            all_reduce_sum if self._sharded is None else self._sharded.sum_gradients,
+            functools.partial(all_reduce_sum, dtype=self._reduce_dtype())
+            if self._sharded is None
+            else self._sharded.sum_gradients,
             divides=divides,
             partial=partial,
             partial_group=self.mesh.tensor_group,
@@ -689,6 +708,10 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             gradient = self._tensor.slices.gather_full(parameter, gradient)
         return gradient
 
+    def _reduce_dtype(self) -> torch.dtype | None:
+        precision = self.precision_plugin
+        return precision.reduce_dtype if isinstance(precision, BigModelPrecision) else None
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -710,3 +733,6 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             description="The model cut over all ranks",
             pipeline_parallel_size="all",
         )
+
+
+_host.use_own_precision(BigModelStrategy, BigModelPrecision, PRECISIONS)

@@ -19,6 +19,7 @@ __all__ = [
     "check_callbacks",
     "check_memory_limit",
     "check_module",
+    "check_op_lists",
     "check_optimizers",
     "check_precision",
     "check_process_group_settings",
@@ -68,13 +69,31 @@ def check_precision(precision: Any, name: str) -> None:
     """Refuse a loss scaler that looks at one rank only.
 
     Raises:
-        ValueError: For fp16 mixed precision: each rank would decide by itself whether to skip a step.
+        ValueError: For Lightning's fp16 mixed precision: each rank would decide by itself whether to skip a step.
     """
     if isinstance(precision, MixedPrecision) and precision.scaler is not None:
         raise ValueError(
-            f"`{name}` cannot run with Lightning's `precision='16-mixed'`: its gradient scaler looks at the gradients "
-            "of one rank, and ranks would disagree whether to step. Use `precision='bf16-mixed'`, `'bf16-true'` or "
-            "`'32-true'`."
+            f"`{name}` cannot run with Lightning's `MixedPrecision({precision.precision!r})`: its gradient scaler "
+            "looks at the gradients of one rank, and ranks would disagree whether to step. Give "
+            '`Trainer(precision="16-mixed")` alone, or `plugins=[BigModelPrecision("16-mixed", init_scale=...)]`.'
+        )
+
+
+def check_op_lists(precision: Any, compile_blocks: Any, tensor_parallel_size: int) -> None:
+    """Refuse lists of operators where compiled code would not ask them, and fp8 layers that would be cut.
+
+    Raises:
+        ValueError: For the two together.
+    """
+    if getattr(precision, "precision", None) == "fp8" and tensor_parallel_size > 1:
+        raise ValueError(
+            f"`tensor_parallel_size={tensor_parallel_size}` cuts layers, and the scale of a cut fp8 layer would be "
+            "that of one rank. Use `precision='bf16-mixed'`, or shard with `zero_stage=3`."
+        )
+    if compile_blocks and getattr(precision, "has_op_lists", False):
+        raise ValueError(
+            "`compile_blocks` traces operators before `full_precision_ops` and `half_precision_ops` can choose their "
+            "types. Use `full_precision_modules`, or leave `compile_blocks` out."
         )
 
 

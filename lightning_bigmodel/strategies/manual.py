@@ -118,7 +118,7 @@ class ManualOptimization(StepHooks):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._is_manual:
-            share = self._batch_share
+            share = self._batch_share * self.engine.loss_scale()
             closure_loss = scaled_backward(closure_loss, lambda outer: outer * share)
             self._unsum()
             assert self._window is not None
@@ -146,5 +146,8 @@ class ManualOptimization(StepHooks):
             if holder.grad is not None:
                 holder.grad.div_(size)
         self._summed.clear()
+        if self._is_unscaled:  # what the next backward adds is scaled
+            self._multiply(self.engine.loss_scale())
+            self._is_unscaled = False
         if self._sharded is not None:
             self._sharded.hide()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
@@ -22,14 +23,21 @@ class ReplicatedGradients(GradientPlaces):
     Args:
         mesh: This rank's place.
         share: What this rank holds of the model.
+        dtype: In which gradients are summed; see `replicas.all_reduce.sum_dtype`.
         later: Parameters that are summed over other ranks first: tied ones, and those of which tensor ranks have parts.
     """
 
-    def __init__(self, mesh: RankMesh, share: ParameterShare, later: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        mesh: RankMesh,
+        share: ParameterShare,
+        later: Collection[nn.Parameter],
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(mesh.data_group)
         excluded = {id(parameter) for parameter in later}
         parameters = [parameter for parameter in share.owned if id(parameter) not in excluded]
-        self._reduction = OverlappedAllReduce(parameters, share.names, mesh.data_group)
+        self._reduction = OverlappedAllReduce(parameters, share.names, mesh.data_group, dtype=dtype)
         self._alone = mesh.device_mesh.get_group("data_shard")  # of one rank: nothing is sharded
         self._is_launched = False
 

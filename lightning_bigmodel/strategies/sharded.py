@@ -46,6 +46,7 @@ class ShardedRun(GradientPlaces):
         reduce_every_microbatch: Whether gradients become rows after each micro-batch, or once a step.
         shows_gradients: Whether user code may look at `parameter.grad` after a window.
         compute_dtype: See `ZeroShards`.
+        reduce_dtype: In which gradients are sent and summed.
         prepare: Makes parameters on the meta device real; see `ParameterShards`.
         blocks: Modules gathered as a whole in stage 3, by name; default: found by structure.
         offload: What is kept outside of the device.
@@ -65,6 +66,7 @@ class ShardedRun(GradientPlaces):
         reduce_every_microbatch: bool,
         shows_gradients: bool,
         compute_dtype: ComputeDtype = None,
+        reduce_dtype: torch.dtype | None = None,
         prepare: Callable[[Sequence[nn.Parameter]], None] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
         offload: OffloadPolicy | None = None,
@@ -73,7 +75,7 @@ class ShardedRun(GradientPlaces):
         self._offload = offload
         self._states: DiskStates | None = None
         copies = None if offload is None else HostCopies(device)
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._reduce_dtype = mesh, device, reduce_dtype
         self._shows_gradients = shows_gradients
         self._shown: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._whole_of: dict[int, nn.Parameter] | None = None
@@ -120,6 +122,7 @@ class ShardedRun(GradientPlaces):
                 self._reducers.append(reducer)
                 if reduce_every_microbatch:
                     stage.passes = ReducePasses(reducer)
+        self.shards.reduce_dtype = reduce_dtype
         self._passes = [stage.passes for stage in engine.stages]
 
     # -- parameters ----------------------------------------------------------------------------------------------------
@@ -208,11 +211,11 @@ class ShardedRun(GradientPlaces):
         """`all_reduce_sum` on the device, whose groups may not know the host; what takes copies goes one by one."""
         copies = self.shards.copies
         if copies is None or self._device.type == "cpu":
-            all_reduce_sum(gradients, group)
+            all_reduce_sum(gradients, group, dtype=self._reduce_dtype)
             return
         for gradient in gradients:
             moved = copies.to_device(gradient)
-            all_reduce_sum([moved], group)
+            all_reduce_sum([moved], group, dtype=self._reduce_dtype)
             if moved is not gradient:
                 gradient.copy_(moved)
 

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.pipeline.schedules import SCHEDULES
+from lightning_bigmodel.precision.bigmodel import BigModelPrecision
 from lightning_bigmodel.sharding.offload import OffloadPolicy
 
-__all__ = ["ShardingSettings", "named_blocks"]
+# Layers whose weights autocast casts to 16 bits at each use.
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Operators that take no weights of those.
+_WEIGHTLESS = ("softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "batch_norm", "gelu", "silu", "relu")
+
+__all__ = ["ShardingSettings", "mixed_precision_rule", "named_blocks"]
 
 
 @dataclass(frozen=True)
@@ -86,22 +93,27 @@ class ShardingSettings:
         return data_size // max(fits, default=data_size) if data_size else None
 
 
-def mixed_precision_rule(
-    root: nn.Module, dtype: torch.dtype | None
-) -> Callable[[nn.Parameter], torch.dtype | None] | None:
+def mixed_precision_rule(root: nn.Module, precision: Any) -> Callable[[nn.Parameter], torch.dtype | None] | None:
     """Which whole parameters are kept in the type of mixed precision: those that autocast casts to it at each use.
 
     Weights and biases of linear and convolution layers compute to the same bits either way, in half the memory. The
-    others (embeddings, norms, recurrent layers, raw parameters, what is shared with those) stay as they are.
+    others (embeddings, norms, recurrent layers, raw parameters, what is shared with those, what the user's lists keep
+    in full precision) stay as they are.
     """
+    dtype = _host.compute_dtype(precision)
     if dtype is None:
         return None
-    cast = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    full: set[int] = set()
+    if isinstance(precision, BigModelPrecision):
+        if not set(precision.full_precision_ops) <= {*_WEIGHTLESS, "cross_entropy", "mse_loss"}:
+            return None  # a weight may be used in full precision
+        full = precision.full_precision_ids(root)
     allowed: dict[int, bool] = {}
     for module in root.modules():
+        is_cast = type(module) in _CAST and id(module) not in full
         for parameter in module._parameters.values():
             if parameter is not None:
-                allowed[id(parameter)] = allowed.get(id(parameter), True) and type(module) in cast
+                allowed[id(parameter)] = allowed.get(id(parameter), True) and is_cast
     return lambda parameter: dtype if allowed.get(id(parameter)) and parameter.dtype == torch.float32 else None
 
 

@@ -17,12 +17,12 @@ from lightning_bigmodel.mesh import MeshLoader
 from lightning_bigmodel.pipeline.engine import StepOutcome
 from lightning_bigmodel.pipeline.gradients import clip_by_norm
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward, without_backward
-from lightning_bigmodel.strategies.base import StrategyBase
+from lightning_bigmodel.strategies.loss_scaling import LossScaling
 
 __all__ = ["StepHooks"]
 
 
-class StepHooks(StrategyBase):
+class StepHooks(LossScaling):
     """The hooks that run a user's steps and make gradients complete."""
 
     def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:
@@ -69,7 +69,7 @@ class StepHooks(StrategyBase):
                     return outcome.result
                 if outcome.result is None:
                     return self._skip_batch()
-                scale = self._scale(outcome.weight)
+                scale = self._scale(outcome.weight, loss_scale=self.engine.loss_scale())
                 # A loss that weighs nothing may be no number, a mean over no tokens.
                 loss = _loss(outcome.result)
                 loss = scaled_backward(loss, scale) if outcome.weight else without_backward(loss)
@@ -129,17 +129,20 @@ class StepHooks(StrategyBase):
             return 1
         return super().world_size
 
-    def _scale(self, weight: float, *, is_weighted: bool = False) -> Callable[[Tensor], Tensor | float]:
-        """How the incoming gradient of a batch's loss scales its gradients (which may have the weight in them already).
+    def _scale(
+        self, weight: float, *, is_weighted: bool = False, loss_scale: float = 1.0
+    ) -> Callable[[Tensor], Tensor | float]:
+        """How the incoming gradient of a batch's loss scales its gradients.
 
-        Lightning divides the loss by `accumulate_grad_batches`; the window divides by the weights that really came.
+        Those of a schedule have the loss scale in them already, and mostly the weight too (`is_weighted`). Lightning
+        divides the loss by `accumulate_grad_batches`; the window divides by the weights that really came.
         """
         window = self._window
         assert window is not None
         factor = window.add(weight)
         if is_weighted:
             factor = 1.0
-        factor *= self._trainer().accumulate_grad_batches
+        factor *= self._trainer().accumulate_grad_batches * loss_scale
         self._factor = factor
 
         def scale(outer: Tensor) -> Tensor | float:
@@ -277,11 +280,12 @@ class StepHooks(StrategyBase):
     def _synchronize_gradients(self) -> None:
         if self._window is not None:
             with self._phase("gradient synchronisation"):
-                if self._window.synchronize() and self.engine.watches:
-                    if self._sharded is not None:
+                if self._window.synchronize():
+                    overflowed = self._unscale()
+                    if self.engine.watches and self._sharded is not None:
                         self._sharded.shards.land()  # rows may still be on their way to the host
                     for watch in self.engine.watches:
-                        watch.end_window()
+                        watch.drop_window() if overflowed else watch.end_window()
 
     @contextmanager
     @override
@@ -306,7 +310,7 @@ class StepHooks(StrategyBase):
 
         with self._phase("optimizer_step"):
             result = super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
-            if self._sharded is not None:
+            if self._sharded is not None and not self._skips_step:
                 self._sharded.shards.published_by(optimizer)
             return result
 

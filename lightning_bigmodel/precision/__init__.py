@@ -1,0 +1,5 @@
+"""Precision plugins."""
+
+from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+
+__all__ = ["BigModelPrecision"]
