@@ -299,6 +299,32 @@ def test_half_precision_weights_may_have_a_scale_too(layout: str) -> None:
         assert_close(found["weights"], expected["weights"], 5e-3)
 
 
+class Narrow(Overflowing):
+    """One more layer, of which only the first of several ranks has a row."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Added to the loss."""
+        return super().training_step(batch, batch_idx) + 0.1 * self.last(batch[0]).float().mean()
+
+
+def _fit_narrow(settings: dict[str, Any] | None, devices: int) -> dict[str, Any]:
+    strategy = BigModelStrategy(**settings) if settings is not None else None
+    return run(Narrow(BAD, 0, "last.weight"), _precision(), strategy, devices, devices)
+
+
+def test_ranks_without_a_row_skip_too() -> None:
+    """A rank that has nothing to look at and steps."""
+    expected = run_ranks(_fit_narrow, 1, None, 1)[0]
+    for found in run_ranks(_fit_narrow, 4, {"zero_stage": 3}, 4):
+        assert found["steps"] == expected["steps"]
+        assert [seen["scale"] for seen in found["seen"]] == [seen["scale"] for seen in expected["seen"]]
+        assert_close(found["weights"], expected["weights"])
+
+
 def _fit_ddp(bad: tuple[int, ...]) -> dict[str, Any]:
     # Both ranks get all samples.
     strategy = DDPStrategy(process_group_backend="gloo")

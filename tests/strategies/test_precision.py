@@ -427,3 +427,12 @@ def test_modules_keep_full_precision_in_compiled_blocks() -> None:
     assert plain["types"] == {"torch.float32"}
     assert_close(compiled["weights"], plain["weights"], 1e-2)  # compiled code rounds less often
     assert run_ranks(run, 1, Overflowing(), "bf16-mixed")[0]["seen"] != plain["seen"]
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"])
+def test_where_sums_have_one_order_the_bits_are_those_of_one_process(name: str) -> None:
+    """A stage that rounds once more, or once less."""
+    whole = {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "GPipe"}
+    expected = run_ranks(_fit_dtypes, 1, name, None, 1, 1)[0]
+    for found in run_ranks(_fit_dtypes, 2, name, whole, 2, 1):
+        assert found["losses"] == expected["losses"]
