@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tests.callbacks.fairscale_runs import (
     BATCH_SIZE,
     CASES,
     NUM_SAMPLES,
-    RECORDED,
     run_fairscale,
     run_fairscale_ddp,
 )
@@ -75,8 +74,16 @@ def _fit(devices: int, batch_size: int, settings: Any, scale: dict[str, Any], **
     }
 
 
+@functools.cache
+def _fairscale(case: str) -> dict[str, Any]:
+    """What fairscale does now, in this process or on two ranks."""
+    if case == "ddp":
+        return run_ranks(run_fairscale_ddp, 2, timeout_seconds=60)[0]
+    return run_fairscale(**CASES[case])
+
+
 def _check(result: dict[str, Any], case: str) -> None:
-    expected = RECORDED[case]
+    expected = _fairscale(case)
     assert len(result["gains"]) == len(expected["gains"])
     for found, gains in zip(result["gains"], expected["gains"], strict=True):
         assert found == pytest.approx(gains, rel=TOLERANCE)
@@ -90,13 +97,9 @@ def _check(result: dict[str, Any], case: str) -> None:
 def test_one_device_against_fairscale(case: str) -> None:
     """Another formula, another average, another learning rate of the step, or one that stays."""
     _check(_fit(1, BATCH_SIZE, "auto", CASES[case]), case)
-    if importlib.util.find_spec("fairscale") is not None:
-        live = run_fairscale(**CASES[case])
-        assert live["gains"] == [pytest.approx(gains, rel=1e-9) for gains in RECORDED[case]["gains"]]
-        assert live["sum"] == pytest.approx(RECORDED[case]["sum"], rel=1e-12)
 
 
-# The parts of the recorded run, dealt out in other ways: as micro-batches of one batch over stages.
+# The parts of fairscale's run, dealt out in other ways: as micro-batches of one batch over stages.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any], int]] = {
     "accumulate": (1, BATCH_SIZE, {}, ACCUMULATE),
     "microbatches": (1, 3 * BATCH_SIZE, {"num_microbatches": 3}, 1),
@@ -120,9 +123,6 @@ def test_data_ranks_against_fairscale_under_ddp(settings: dict[str, Any]) -> Non
     arguments = (2, BATCH_SIZE, settings, {})
     for result in run_ranks(_fit, 2, *arguments, accumulate_grad_batches=1, timeout_seconds=60):
         _check(result, "ddp")
-    if importlib.util.find_spec("fairscale") is not None and not settings:
-        live = run_ranks(run_fairscale_ddp, 2, timeout_seconds=60)[0]
-        assert live["gains"] == [pytest.approx(gains, rel=1e-9) for gains in RECORDED["ddp"]["gains"]]
 
 
 def test_the_scale_counts_data_ranks() -> None:
