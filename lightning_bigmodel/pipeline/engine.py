@@ -114,6 +114,9 @@ class _Payload:
     is_last: bool = False
     losses: list[Tensor | None] = field(default_factory=list)
     weights: list[float | None] = field(default_factory=list)  # that the step returned
+    # Micro-batches that count and have a loss (last stage): those whose step returned a weight, and those without.
+    num_weighted: int = 0
+    num_unweighted: int = 0
     result: Any = None
     result_follows: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
@@ -129,14 +132,22 @@ def _shares(weights: list[float]) -> list[float]:
     return [weight / total for weight in weights] if total else weights
 
 
-def _all_returned(weights: Sequence[float | None]) -> list[float]:
-    found = [weight for weight in weights if weight is not None]
-    if len(found) < len(weights):
+def _returns_weights(payloads: Sequence[_Payload]) -> bool:
+    """Whether the steps of this batch, on all data ranks, return their weights.
+
+    Raises:
+        ValueError: On every rank alike, where some do and some do not.
+    """
+    num_with = sum(payload.num_weighted for payload in payloads)
+    num_without = sum(payload.num_unweighted for payload in payloads)
+    if num_with and num_without:
+        without = sorted({payload.data_rank for payload in payloads if payload.num_unweighted})
         raise ValueError(
-            f"`training_step` returned `{RETURNED_WEIGHT}` for {len(found)} of {len(weights)} micro-batches. "
-            "Return it always, or never; a micro-batch that does not count has weight 0."
+            f"`training_step` returned `{RETURNED_WEIGHT}` for {num_with} of {num_with + num_without} micro-batches of "
+            f"a batch; it is missing on data ranks {without}. Return it always, or never; a micro-batch that does not "
+            "count has weight 0."
         )
-    return found
+    return num_with > 0
 
 
 class PipelineEngine:
@@ -409,8 +420,12 @@ class PipelineEngine:
         given = [task.returned for stage in self._stages if stage.is_last for task in stage.tasks]
         ran_out = any(stage.ran_out for stage in self._stages)
         if counts and not ran_out and any(weight is not None for weight in given):
-            shares = _shares(_all_returned(given))
+            shares = _shares([weight or 0.0 for weight in given])
         own = self._payload("train", log if counts else None, before, microbatches, shares)
+        if counts:
+            with_loss = [w for w, loss in zip(own.weights, own.losses, strict=True) if loss is not None]
+            own.num_unweighted = with_loss.count(None)
+            own.num_weighted = len(with_loss) - own.num_unweighted
         if ran_out:
             own.ran_out = self._lack_memory(batch, num_parts)
         if not self._checked_gradients:
@@ -424,7 +439,7 @@ class PipelineEngine:
         self._move_statistics(payloads, counts)
         last = self._last_of_pipeline(payloads)
         if counts and any(weight is not None for weight in last.weights):
-            weights = _all_returned(last.weights)
+            weights = [weight or 0.0 for weight in last.weights]
             total, shares = sum(weights), _shares(weights)
         kept = [weight for weight, loss in zip(weights, last.losses, strict=True) if loss is not None]
         if not self._checked_gradients and sum(kept) > 0:
@@ -522,14 +537,16 @@ class PipelineEngine:
                     f"`microbatch_weight={self._weight!r}`, which takes no weights. Leave one of them out."
                 )
             weights = weights if returned is None else [returned]
-            log.note_loss(loss_of(result), returned)
+            loss = loss_of(result)
+            log.note_loss(loss, returned)
         own = self._logged(log if counts else None)
         own.is_last = own.is_training = True
-        own.weights = [] if returned is None else [returned]
+        if counts and loss is not None:
+            own.num_weighted, own.num_unweighted = int(returned is not None), int(returned is None)
         payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
+        logs = self._combined_logs(payloads)
         self._move_statistics(payloads, counts)
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
-        logs = self._combined_logs(payloads, any(payload.weights for payload in payloads))
         signal = any(payload.signal for payload in payloads)
         return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
 
@@ -666,12 +683,13 @@ class PipelineEngine:
         if last.pipe_rank != self.mesh.pipe_rank:
             before.apply(last.changes)
         result = map_tensors(lambda tensor: tensor.to(self.device), last.result)
-        logs = self._combined_logs(payloads, any(weight is not None for weight in last.weights))
+        logs = self._combined_logs(payloads)
         signal = any(payload.signal for payload in payloads)
         return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads), signal)
 
-    def _combined_logs(self, payloads: list[_Payload], is_returned: bool) -> list[tuple[LogEntry, Tensor | None, int]]:
-        weighs = is_returned or (callable(self._weight) and payloads[0].is_training)
+    def _combined_logs(self, payloads: list[_Payload]) -> list[tuple[LogEntry, Tensor | None, int]]:
+        """Of all ranks; a ValueError where they disagree on what weighs (see `_returns_weights`)."""
+        weighs = _returns_weights(payloads) or (callable(self._weight) and payloads[0].is_training)
         parts = [payload.logs for payload in payloads]
         return combine_logs(parts, losses_are_sums=self._weight == "sum", counts_weights=weighs)
 

@@ -140,7 +140,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
             `"tokens"` (live labels, which are looked for; or a `TokenWeight`), `"equal"` (each batch one share, as in
             Lightning), `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight. A
-            `training_step` that returns `{"loss": ..., "microbatch_weight": number}` says it itself.
+            `training_step` that returns `{"loss": ..., "microbatch_weight": number}` says it itself, for every
+            micro-batch with a loss and on all data ranks.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
         deferred_batch_norm: Let BatchNorm in training mode normalise by micro-batches, so that numbers in training

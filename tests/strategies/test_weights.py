@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -303,8 +304,8 @@ def minus_one(batch: Any) -> int:
     return -1
 
 
-def _refused(settings: dict[str, Any], module_class: Any, **habits: Any) -> None:
-    run = trainer(BigModelStrategy(**settings), 2, max_epochs=1)
+def _refused(settings: dict[str, Any], module_class: Any, devices: int = 2, **habits: Any) -> None:
+    run = trainer(BigModelStrategy(**settings), devices, max_epochs=1)
     run.fit(module_class(**habits), DataLoader(Texts(LIVE), batch_size=2))
 
 
@@ -347,3 +348,65 @@ def test_bad_weights_are_named_on_every_rank(settings: Any, module_class: Any, h
     with pytest.raises(RanksFailedError, match=f"(?s){said}") as caught:
         run_ranks(_refused, 2, settings, module_class, **habits)
     assert len(caught.value.failures) == 2
+
+
+class ReturnsHere(Tagger):
+    """A weight on the first data rank only; or everywhere, and no loss for what has no labels."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Of live labels."""
+        loss = super().training_step(batch, batch_idx)
+        num_live = (batch["labels"] != -100).sum()
+        if self.skips and not num_live:
+            return None
+        returns = self.skips or self.trainer.strategy.mesh.data_rank == 0
+        return {"loss": loss, "microbatch_weight": num_live} if returns else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """There may be no loss."""
+
+
+_TWO_DATA_RANKS = [name for name, (_, data_size, _) in LAYOUTS.items() if data_size == 2]
+
+
+@pytest.mark.parametrize("name", _TWO_DATA_RANKS)
+def test_a_weight_from_some_data_ranks_only_is_refused_on_all(name: str) -> None:
+    """Samples of one rank weighed against tokens of another."""
+    devices, _, settings = LAYOUTS[name]
+    said = r"^ValueError: `training_step` returned .* \d of \d micro-batches.*; it is missing on data ranks \[1\]"
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_refused, devices, settings, ReturnsHere, devices)
+    assert len(caught.value.failures) == devices
+    for text in caught.value.failures.values():
+        assert re.search(said, text.splitlines()[-1]), text
+
+
+def _skipping_step(settings: dict[str, Any], devices: int, batch_size: int, live: list[int]) -> dict[str, Any]:
+    module = ReturnsHere(skips=True)
+    run = trainer(BigModelStrategy(**settings), devices, accumulate_grad_batches=3, max_epochs=1)
+    run.fit(module, DataLoader(Texts(live), batch_size=batch_size))
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", ["one_microbatches", "pipe", *_TWO_DATA_RANKS])
+@pytest.mark.parametrize("live", [LIVE, _DRY_RANK], ids=["some", "dry"])
+def test_what_has_no_loss_returns_no_weight(name: str, live: list[int]) -> None:
+    """A rank or a micro-batch without a loss, taken for one that forgot its weight."""
+    devices, data_size, settings = LAYOUTS[name]
+    expected = step("auto", 1, _NUM_SAMPLES, 1, live)
+    del expected["loss"]
+    for found in run_ranks(_skipping_step, devices, settings, devices, _NUM_SAMPLES // data_size // 3, live):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", _TWO_DATA_RANKS)
+def test_a_rank_that_ran_out_of_batches_returns_no_weight(name: str) -> None:
+    """The batch that it repeats, counted or missed."""
+    expected = step("auto", 1, 9, 1, LIVE[:9])
+    devices, _, settings = LAYOUTS[name]
+    for found in run_ranks(_step, devices, settings, devices, 4, 2, LIVE[:9], True):
+        assert_same(found, expected)
