@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._learning_rate import StepFactors
+from lightning_bigmodel.callbacks._settings import is_count
 from lightning_bigmodel.callbacks._watched import WatchingCallback
 from lightning_bigmodel.callbacks.adascale import AdaScale
 from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
@@ -83,15 +84,15 @@ class AdaptiveAccumulation(Callback):
         every_num_steps: int = 100,
         lr_rule: Literal["linear", "sqrt"] | None = None,
     ) -> None:
-        if lr_rule not in _RULES:
+        if lr_rule is not None and not (isinstance(lr_rule, str) and lr_rule in _RULES):
             raise ValueError(f"`lr_rule={lr_rule!r}` is not known. Use None, 'linear' or 'sqrt'.")
         if unit not in ("epoch", "step"):
             raise ValueError(f"`unit={unit!r}` is not known. Use 'epoch' or 'step'.")
         for name, value in (("min_window", min_window), ("every_num_steps", every_num_steps)):
-            if not _is_count(value, 1):
+            if not is_count(value, 1):
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
         if schedule is None:
-            if not _is_count(max_window, 1):
+            if not is_count(max_window, 1):
                 raise ValueError(
                     f"`max_window={max_window!r}` must be a whole number of at least 1: without a `schedule` the noise "
                     "scale decides, up to that window."
@@ -264,19 +265,15 @@ class AdaptiveAccumulation(Callback):
         self._decided_at = state_dict["decided_at"]
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _check_schedule(schedule: Any) -> None:
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(
             f"`schedule={schedule!r}` must be a dict of epochs or steps to windows, such as {{0: 1, 4: 2}}."
         )
     for start, window in schedule.items():
-        if not _is_count(start, 0):
+        if not is_count(start, 0):
             raise ValueError(f"`schedule={schedule!r}` has the key {start!r}; keys are whole numbers of at least 0.")
-        if not _is_count(window, 1):
+        if not is_count(window, 1):
             raise ValueError(
                 f"`schedule={schedule!r}` has the window {window!r}; windows are whole numbers of at least 1 batch."
             )

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._learning_rate import StepFactors
 from lightning_bigmodel.callbacks._noise import WindowSquares
+from lightning_bigmodel.callbacks._settings import is_number
 from lightning_bigmodel.callbacks._watched import WatchingCallback
 from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
@@ -68,10 +69,10 @@ class AdaScale(WatchingCallback):
     """
 
     def __init__(self, scale: float | None = None, smoothing: float | None = None) -> None:
-        if scale is not None and (isinstance(scale, bool) or not 1 <= scale < float("inf")):
-            raise ValueError(f"`scale={scale!r}` must be at least 1: by how much the batch has grown.")
-        if smoothing is not None and (isinstance(smoothing, bool) or not 0 <= smoothing < 1):
-            raise ValueError(f"`smoothing={smoothing!r}` must be at least 0 and below 1.")
+        if scale is not None and not (is_number(scale) and 1 <= scale < float("inf")):
+            raise ValueError(f"`scale={scale!r}` must be a number of at least 1: by how much the batch has grown.")
+        if smoothing is not None and not (is_number(smoothing) and 0 <= smoothing < 1):
+            raise ValueError(f"`smoothing={smoothing!r}` must be a number of at least 0 and below 1, such as 0.9.")
         self.scale, self.smoothing = scale, smoothing
         self._factors: StepFactors | None = None
         self._first_window = 1

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._average import placed_averages, update_averages, warmed_up_decay
 from lightning_bigmodel.callbacks._held import Replaced, check_strategy, held_layout, held_tensors, moved, saved_form
+from lightning_bigmodel.callbacks._settings import check_flag, is_count, is_number
 from lightning_bigmodel.checkpoint import RegionLayout
 from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
@@ -67,8 +68,9 @@ class ExponentialMovingAverage(Callback):
         evaluate_with_average: Whether evaluations compute with the averages.
 
     Raises:
-        ValueError: For a decay outside [0, 1) or counts out of range; at the start of a run for a strategy that shards
-            by itself (FSDP, DeepSpeed), and together with another callback that averages weights.
+        ValueError: For a decay outside [0, 1), counts out of range, or what is no number or flag; at the start of a run
+            for a strategy that shards by itself (FSDP, DeepSpeed), and together with another callback that averages
+            weights.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -91,12 +93,22 @@ class ExponentialMovingAverage(Callback):
         average_buffers: bool = False,
         evaluate_with_average: bool = True,
     ) -> None:
-        if isinstance(decay, bool) or not 0 <= decay < 1:
-            raise ValueError(f"`decay={decay!r}` must be at least 0 and below 1; with 1 the average never changes.")
+        if not (is_number(decay) and 0 <= decay < 1):
+            raise ValueError(
+                f"`decay={decay!r}` must be a number of at least 0 and below 1; with 1 the average never changes."
+            )
         counts = (("update_every_num_steps", update_every_num_steps, 1), ("start_step", start_step, 0))
         for name, value, least in counts:
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_count(value, least):
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least {least}.")
+        flags = {
+            "use_warmup": use_warmup,
+            "offload_to_host": offload_to_host,
+            "average_buffers": average_buffers,
+            "evaluate_with_average": evaluate_with_average,
+        }
+        for name, flag in flags.items():
+            check_flag(name, flag)
         chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if dtype is not None and not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
             raise ValueError(f"`dtype={dtype!r}` is no floating-point type of torch. Use 'float32' or 'bfloat16'.")

@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_bigmodel.callbacks._noise import RatioOfAverages, WindowSquares, noise_estimate
+from lightning_bigmodel.callbacks._settings import is_number
 from lightning_bigmodel.callbacks._watched import WatchingCallback
 
 __all__ = ["GradientNoiseScale"]
@@ -73,10 +74,12 @@ class GradientNoiseScale(WatchingCallback):
     """
 
     def __init__(self, decay: float = 0.99, confidence: float = 0.95) -> None:
-        if isinstance(decay, bool) or not 0 <= decay < 1:
-            raise ValueError(f"`decay={decay!r}` must be at least 0 and below 1; with 1 the averages never change.")
-        if isinstance(confidence, bool) or not 0 < confidence < 1:
-            raise ValueError(f"`confidence={confidence!r}` must lie between 0 and 1, such as 0.95.")
+        if not (is_number(decay) and 0 <= decay < 1):
+            raise ValueError(
+                f"`decay={decay!r}` must be a number of at least 0 and below 1; with 1 the averages never change."
+            )
+        if not (is_number(confidence) and 0 < confidence < 1):
+            raise ValueError(f"`confidence={confidence!r}` must be a number between 0 and 1, such as 0.95.")
         self.decay, self.confidence = decay, confidence
         self._forget()
 

@@ -62,7 +62,7 @@ class OffloadPolicy:
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
-            raise ValueError(f'Offload kind {self.kind!r} is not known. Use "cpu", or "disk" with a `path`.')
+            raise ValueError(f'`kind={self.kind!r}` is not known. Use "cpu", or "disk" with a `path`.')
         if self.kind == "disk" and (self.path is None or not str(self.path)):
             raise ValueError(
                 '`offload="disk"` needs a folder for its files. Give one: '

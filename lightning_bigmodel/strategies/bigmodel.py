@@ -67,6 +67,7 @@ from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
 from lightning_bigmodel.strategies.collectives import CollectiveHooks
 from lightning_bigmodel.strategies.combinations import (
     check_callbacks,
+    check_host_parts,
     check_memory_limit,
     check_module,
     check_op_lists,
@@ -208,6 +209,13 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        check_host_parts(
+            accelerator=(accelerator, Accelerator),
+            parallel_devices=(parallel_devices, list),
+            cluster_environment=(cluster_environment, ClusterEnvironment),
+            checkpoint_io=(checkpoint_io, CheckpointIO),
+            precision_plugin=(precision_plugin, Precision),
+        )
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         for name, value in (("pipeline_parallel_size", pipeline_parallel_size), ("num_microbatches", num_microbatches)):
             optional = (name == "num_microbatches" and value in (None, "auto")) or (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_callbacks",
+    "check_host_parts",
     "check_memory_limit",
     "check_module",
     "check_op_lists",
@@ -24,6 +26,26 @@ __all__ = [
     "check_precision",
     "check_process_group_settings",
 ]
+
+
+def check_host_parts(**parts: tuple[Any, type]) -> None:
+    """Refuse what is no object of the host's, such as the name that the Trainer's argument takes.
+
+    Args:
+        parts: Name of an argument -> what was given, and the class it must be of.
+
+    Raises:
+        ValueError: With where it belongs.
+    """
+    for name, (part, kind) in parts.items():
+        is_right = part is None or isinstance(part, kind)
+        if is_right and isinstance(part, list):
+            is_right = all(isinstance(device, torch.device) for device in part)
+        if not is_right:
+            what = "a list of `torch.device`" if kind is list else f"a `{kind.__name__}`"
+            raise ValueError(
+                f"`{name}={part!r}` must be {what}. Leave it out: the Trainer sets it, by arguments of its own."
+            )
 
 
 def check_memory_limit(limit: Any, num_microbatches: Any) -> None:

@@ -233,7 +233,7 @@ def test_statistics(average_buffers: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 1.0}, "`decay=1.0` must be at least 0 and below 1"),
+        ({"decay": 1.0}, "`decay=1.0` must be a number of at least 0 and below 1"),
         ({"decay": -0.1}, "`decay=-0.1`"),
         ({"decay": float("nan")}, "`decay=nan`"),
         ({"update_every_num_steps": 0}, "`update_every_num_steps=0` must be a whole number of at least 1"),

@@ -464,7 +464,7 @@ def test_resident_memory_is_bounded(tmp_path: Path) -> None:
         (True, "`offload=True` is not known"),
         ("disk", "needs a folder"),
         ({"kind": "disk"}, "needs a folder"),
-        ({"kind": "tape", "path": "/x"}, "'tape' is not known"),
+        ({"kind": "tape", "path": "/x"}, "kind='tape'. is not known"),
         ({"kind": "cpu", "path": "/x"}, "`path='/x'` is for"),
         ({"kind": "cpu", "chunk_bytes": 5}, "`chunk_bytes=5` is for"),
         ({"kind": "disk", "path": "/x", "chunk_bytes": 0}, "`chunk_bytes=0` must be"),
