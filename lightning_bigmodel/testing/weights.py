@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,8 @@ def find_microbatch_weight(
         mean): use `num_microbatches=1`.
 
     Raises:
-        ValueError: For fewer than two micro-batches.
+        ValueError: For fewer than two micro-batches, and for a batch that cannot tell: no label counts, or the gradient
+            is zero or no number.
 
     Memory: a copy of the module, and its gradients twice.
 
@@ -76,6 +78,13 @@ def find_microbatch_weight(
     module.log = module.log_dict = lambda *_, **__: None
     parts = split_batch(batch, num_microbatches)
     whole, _ = _gradients(module, batch)
+    largest = _largest(whole)
+    if not 0 < largest < math.inf:
+        raise ValueError(
+            f"The largest element of the gradient of this batch is {largest}, so that it cannot tell which weight is "
+            "right. Give a batch with live labels, not equally many in each sample, on which the loss of the module and"
+            " its gradient are finite and not zero."
+        )
     found = [_gradients(module, part) for part in parts]
     errors: dict[str, float] = {}
     reasons: dict[str, str] = {}
@@ -112,8 +121,13 @@ def _weights(name: str, module: Any, batch: Any, parts: list[Any], given: list[f
     return microbatch_weights(parts, weight)
 
 
+def _largest(gradients: dict[str, Tensor]) -> float:
+    """The largest element; not a number if any is not."""
+    each = [gradient.abs().max().float() for gradient in gradients.values() if gradient.numel()]
+    return float(torch.stack(each).max()) if each else 0.0
+
+
 def _error(whole: dict[str, Tensor], parts: list[tuple[dict[str, Tensor], float]]) -> float:
-    largest = max((float(gradient.abs().max()) for gradient in whole.values()), default=0.0) or 1.0
     worst = 0.0
     for name, gradient in whole.items():
         total = torch.zeros_like(gradient)
@@ -121,4 +135,4 @@ def _error(whole: dict[str, Tensor], parts: list[tuple[dict[str, Tensor], float]
             if weight and name in part:
                 total += part[name] * weight
         worst = max(worst, float((total - gradient).abs().max()))
-    return worst / largest
+    return worst / _largest(whole)

@@ -71,3 +71,32 @@ def test_dropout_is_off() -> None:
     module.blocks[1].add_module("drop", nn.Dropout(0.5))
     torch.manual_seed(0)
     assert find_microbatch_weight(module, (torch.randn(5, 8), torch.randn(5, 8))).weight == "samples"
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_batch_without_any_live_label_cannot_tell(returns: bool) -> None:
+    """Every weight fits a gradient that is zero, and the first is named."""
+    with pytest.raises(ValueError, match="cannot tell.*Give a batch with live labels"):
+        find_microbatch_weight(Tagger(returns=returns), _batch([0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("error", [0.0, float("inf")])
+def test_a_loss_without_a_gradient_cannot_tell(error: float) -> None:
+    """A weight named for a loss that has come to its end, or that is no number."""
+    module, inputs = Loss("mean"), torch.randn(5, 8)
+    with pytest.raises(ValueError, match="gradient of this batch is 0.0, .*cannot tell"):
+        find_microbatch_weight(module, (inputs, module.blocks(inputs).detach() + error))
+
+
+class Root(Loss):
+    """A gradient that is no number, of a loss that is one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The root of zero."""
+        return super().training_step(batch, batch_idx) + (0.0 * self.blocks[0].linear.weight).sum().sqrt()
+
+
+def test_a_gradient_that_is_no_number_cannot_tell() -> None:
+    """A loss taken for one that does not come apart."""
+    with pytest.raises(ValueError, match="gradient of this batch is nan, .*cannot tell"):
+        find_microbatch_weight(Root("mean"), (torch.randn(5, 8), torch.randn(5, 8)))
