@@ -22,13 +22,13 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_bigmodel import _host
 from lightning_bigmodel._host import FakeTensorMode
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
+from lightning_bigmodel.pipeline.containers import Contents
 from lightning_bigmodel.pipeline.dataflow import Dataflow, FlowRecord, PythonReads
 from lightning_bigmodel.pipeline.tree import leaves, map_leaves, tensor_leaves
 
 __all__ = ["LeafSpec", "ModuleState", "StepTrace", "TraceError", "UnitCall", "call_order", "is_metric", "trace_step"]
 
 _SMALL_BUFFER_ELEMENTS = 1 << 20
-_MAX_DEPTH = 3  # of containers in attributes whose changes are undone
 
 
 class TraceError(RuntimeError):
@@ -131,15 +131,6 @@ class StepTrace:
         return replace(self, units=tuple(replace(call, output=map_leaves(resize, call.output)) for call in self.units))
 
 
-def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The list, dict or set `value` is, and those inside it."""
-    if isinstance(value, (list, dict, set)):
-        yield value
-        if depth < _MAX_DEPTH and not isinstance(value, set):
-            for inner in value.values() if isinstance(value, dict) else value:
-                yield from _containers(inner, depth + 1)
-
-
 class ModuleState:
     """The attributes of a module and of those inside it: numbers, tensors written in place, lists, dicts and sets.
 
@@ -149,8 +140,8 @@ class ModuleState:
     def __init__(self, root: nn.Module) -> None:
         self._attributes = [(module, dict(module.__dict__)) for module in root.modules()]
         values = [value for _, saved in self._attributes for value in saved.values()]
-        self._containers = [(each, each.copy()) for value in values for each in _containers(value)]
-        held = [*values, *(item for each, _ in self._containers for item in _items(each))]
+        self._contents = Contents(values)
+        held = [*values, *(item for _, content in self._contents.saved.values() for item in _items(content))]
         plain = {id(value): value for value in held if _is_plain(value)}
         registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
         own = [value for key, value in plain.items() if key not in registered]
@@ -159,12 +150,7 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """As it was."""
-        for container, content in self._containers:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)
+        self._contents.restore()
         for module, saved in self._attributes:
             module.__dict__.clear()
             module.__dict__.update(saved)

@@ -64,18 +64,23 @@ class ReturnsNone(TinyChain):
 
 
 class KeepsThings(TinyChain):
-    """A counter before the blocks, a list and a dict after them."""
+    """A counter and lists within lists before the blocks; a list, a dict and a set after them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[str, Any] = {"num_samples": 0, "losses": []}
         self.num_calls = 0
+        self.deep: list[Any] = [[[[[[]]]]]]
+        self.seen: set[int] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.num_calls += 1
+        self.deep[0][0][0][0][0].append({self.num_calls})
         self.kept["num_samples"] += len(batch[0])
         loss = self.loss(batch)
         self.kept["losses"].append(loss.detach())
+        self.seen.add(self.num_calls)
+        self.deep[0][0][0][0][0][-1].add(-self.num_calls)
         return loss
 
 
@@ -189,7 +194,8 @@ def test_habits_of_real_steps_with_replicas(module_class: Any) -> None:
 def _keeps(schedule: str) -> dict[str, Any]:
     module = KeepsThings()
     run(module, pipeline(schedule=schedule), 2, rows(module))
-    return {"kept": module.kept, "num_calls": module.num_calls}
+    deep = module.deep[0][0][0][0][0]
+    return {"kept": module.kept, "num_calls": module.num_calls, "deep": deep, "seen": module.seen}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
@@ -199,6 +205,8 @@ def test_attributes_a_step_writes_are_equal_on_every_rank(schedule: str) -> None
         assert result["kept"]["num_samples"] == 24
         assert len(result["kept"]["losses"]) == 3 * 4  # one a micro-batch
         assert result["num_calls"] == 3 * 4
+        assert result["seen"] == set(range(1, 13))
+        assert result["deep"] == [{count, -count} for count in range(1, 13)]
 
 
 def _mixup(schedule: str) -> dict[str, Any]:
