@@ -199,6 +199,23 @@ class MeshLoader:
         """
         return None if self._sharded is None else self._sharded.positions(batch_index)
 
+    def refuse_empty_ranks(self) -> None:
+        """Refuse an evaluation in which some data ranks have no batch.
+
+        Those would log nothing and keep nothing for the end of the epoch, where all ranks put that together.
+
+        Raises:
+            ValueError: On every rank alike.
+        """
+        num = None if self._sharded is None else self._sharded.num_too_few
+        if num is not None:
+            what, many = ("sample", "s") if isinstance(self._sharded, ShardedSampler) else ("batch", "es")
+            plural = "" if num == 1 else many
+            raise ValueError(
+                f"A loader for evaluation or prediction has {num} {what}{plural} for {self._data_size} data ranks, so "
+                f"that some have none. Give it at least {self._data_size}, or run it on fewer data ranks."
+            )
+
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch on to the loader, its sampler and its batch sampler, where they take one."""
         batch_sampler = getattr(self._loader, "batch_sampler", None)

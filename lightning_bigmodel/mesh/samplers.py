@@ -116,6 +116,12 @@ class _Sharded(Sampler[Any]):
             if callable(set_epoch):
                 set_epoch(epoch)
 
+    @property
+    def num_too_few(self) -> int | None:
+        """How many elements there are where they do not suffice for all ranks but for some; else None."""
+        num = len(self._base) if _is_sized(self._base) and not self._drop_last else 0  # type: ignore[arg-type]
+        return num if 0 < num < self.num_ranks else None
+
     def _num_local(self, num_elements: int) -> int:
         size = self._per_round * self.num_ranks
         num_rounds, rest = divmod(num_elements, size)

@@ -568,7 +568,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         if mode == "predict" and self.mesh.data_size > 1:
             _host.plain_batch_sampler(dataloader)
         with self._phase("data loading"):
-            return MeshLoader(
+            loader = MeshLoader(
                 dataloader,  # type: ignore[arg-type]  # any iterable; checked there
                 model_group=self.mesh.model_group,
                 model_rank=self.mesh.model_rank,
@@ -581,6 +581,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 uneven_inputs=self._uneven_inputs,
                 keeps_pace=mode == "eval" and self._sharding.zero_stage == 3,
             )
+            if mode != "train":
+                loader.refuse_empty_ranks()
+            return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

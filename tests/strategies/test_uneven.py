@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bigmodel import BigModelStrategy
+from lightning_bigmodel.testing import RanksFailedError
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
 from tests.strategies.test_trainer import assert_same_weights
 from tests.strategies.trainer_modules import Classifier, Sequences, pad, trainer, weights
@@ -147,3 +148,24 @@ def test_unknown_choice() -> None:
     """A choice that is silently ignored."""
     with pytest.raises(ValueError, match="`uneven_inputs='wait'` is not known"):
         BigModelStrategy(uneven_inputs="wait")  # type: ignore[arg-type]  # what is tested
+
+
+def _few_samples(kind: str) -> None:
+    module = Classifier()
+    run = trainer(BigModelStrategy(), 2, max_epochs=1)
+    few = DataLoader(Sequences(1), collate_fn=pad, batch_size=2)
+    if kind == "fit":
+        run.fit(module, DataLoader(Sequences(4), collate_fn=pad, batch_size=2), few)
+    else:
+        getattr(run, kind)(module, few)
+
+
+@pytest.mark.parametrize("kind", ["fit", "validate", "test", "predict"])
+def test_fewer_samples_than_data_ranks_are_named_on_all(kind: str) -> None:
+    """An error of the host's own on one rank, which names no remedy."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_few_samples, 2, kind)
+    assert len(caught.value.failures) == 2
+    for text in caught.value.failures.values():
+        assert text.splitlines()[-1].startswith("ValueError: ")
+        assert "has 1 sample for 2 data ranks" in text
