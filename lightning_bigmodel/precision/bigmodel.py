@@ -133,7 +133,7 @@ class BigModelPrecision(Precision):
         fp8_modules: Sequence[str] | None = None,
         fp8_emulate: bool = False,
     ) -> None:
-        if precision not in _TYPES:
+        if not isinstance(precision, str) or precision not in _TYPES:
             raise ValueError(f"`precision={precision!r}` is not known. Use one of {list(get_args(_Name))}.")
         self.precision: Any = precision  # Lightning's list of names has no fp8
         self.dtype = _TYPES[precision]
@@ -156,14 +156,16 @@ class BigModelPrecision(Precision):
         self.full_precision_ops = _names("full_precision_ops", full_precision_ops)
         self._ops = self._make_ops(self.full_precision_ops, _names("half_precision_ops", half_precision_ops))
         self.full_precision_buffers = check_buffers(full_precision_buffers, precision)
-        if reduce_dtype is not None and reduce_dtype not in _REDUCE_TYPES:
+        if reduce_dtype is not None and (not isinstance(reduce_dtype, str) or reduce_dtype not in _REDUCE_TYPES):
             raise ValueError(f"`reduce_dtype={reduce_dtype!r}` is not known. Use one of {list(_REDUCE_TYPES)}.")
         self.reduce_dtype: torch.dtype | None = getattr(torch, reduce_dtype) if reduce_dtype else None
-        if matmul_precision is not None and matmul_precision not in _MATMUL:
+        if matmul_precision is not None and (not isinstance(matmul_precision, str) or matmul_precision not in _MATMUL):
             raise ValueError(f"`matmul_precision={matmul_precision!r}` is not known. Use one of {list(_MATMUL)}.")
         self.matmul_precision = matmul_precision
         self._matmul_before: str | None = None
         self.fp8_modules = None if fp8_modules is None else _names("fp8_modules", fp8_modules)
+        if not isinstance(fp8_emulate, bool):
+            raise ValueError(f"`fp8_emulate={fp8_emulate!r}` must be True or False.")
         self.fp8_emulate = fp8_emulate
         check_fp8(precision, self.fp8_modules, fp8_emulate)
         self._modules: ModulePrecision | None = None
@@ -397,6 +399,10 @@ def _make_loss_scale(precision: str, kind: Any, settings: dict[str, Any]) -> Los
                 f"`loss_scale={kind!r}` is a scale that stays, but `{moving[0]}` says how it moves. Give one of them."
             )
         return LossScale(init_scale=kind, dynamic=False, **settings)
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(
+            f'`loss_scale={kind!r}` must be a number, or one of "torch", "deepspeed", "megatron" and "paddlefleet".'
+        )
     return LossScale.preset("torch" if kind is None else kind, **settings)
 
 

@@ -26,7 +26,7 @@ def check_buffers(given: Any, precision: str) -> Literal["auto"] | list[str]:
     Raises:
         ValueError: For what is no list of patterns, or with a precision that leaves buffers as they are.
     """
-    if given == "auto":
+    if isinstance(given, str) and given == "auto":
         return "auto"
     if precision not in ("16-true", "bf16-true"):
         raise ValueError(

@@ -220,25 +220,30 @@ class StepHooks(LossScaling):
         if outcome.signal:
             self._trainer().should_stop = True
         modules = dict(module.named_modules()) if outcome.metric_values else {}
-        training = self._trainer().training
         self._is_replaying = True
         try:
-            for entry, value, num_samples in outcome.logs:
-                if value is None:
-                    assert entry.metric is not None
-                    metric: Any = modules[entry.metric]
-                    metric._forward_cache = outcome.metric_values.get(entry.metric)
-                    module.log(entry.name, metric, **entry.options)
-                    continue
-                if not num_samples and training:
-                    continue  # the mean over no tokens on any rank: the mean over the epoch must not become NaN by it
-                summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
-                if summed_already:
-                    _host.silence_sync_advice(entry.name)
-                options = {**entry.options, "sync_dist": not summed_already}
-                module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
+            with self.precision_plugin.forward_context():  # whose default type the means over an epoch take
+                self._log_again(outcome, modules)
         finally:
             self._is_replaying = False
+
+    def _log_again(self, outcome: StepOutcome, modules: Mapping[str, Any]) -> None:
+        training, module = self._trainer().training, self.lightning_module
+        assert module is not None
+        for entry, value, num_samples in outcome.logs:
+            if value is None:
+                assert entry.metric is not None
+                metric: Any = modules[entry.metric]
+                metric._forward_cache = outcome.metric_values.get(entry.metric)
+                module.log(entry.name, metric, **entry.options)
+                continue
+            if not num_samples and training:
+                continue  # the mean over no tokens on any rank: the mean over the epoch must not become NaN by it
+            summed_already = training and self.mesh.data_size > 1 and entry.reduction == "sum"
+            if summed_already:
+                _host.silence_sync_advice(entry.name)
+            options = {**entry.options, "sync_dist": not summed_already}
+            module.log(entry.name, value.to(self.root_device), batch_size=max(num_samples, 1), **options)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
