@@ -38,7 +38,11 @@ class Rows(Protocol):
 
 
 def marked_state(
-    entries: Mapping[str, Any], kinds: Mapping[str, str], layout: RegionLayout, rows: Rows | None
+    entries: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    layout: RegionLayout,
+    rows: Rows | None,
+    factored: Mapping[str, RegionLayout] | None = None,
 ) -> dict[str, Any]:
     """What to save of a parameter's state.
 
@@ -47,11 +51,14 @@ def marked_state(
         kinds: State key -> "rows", "whole", "leading" or "local".
         layout: How what this rank holds of the parameter lies in the whole.
         rows: Which rows it holds; None where rows are not what it holds.
+        factored: State key -> how an entry of another shape than the parameter's lies in the whole entry.
     """
     found: dict[str, Any] = {}
     for key, value in entries.items():
         kind = kinds.get(key, "whole")
-        if kind == "rows":
+        if factored is not None and key in factored:
+            found[key + (_LEADING if kind == "leading" else "")] = TensorRegions(value, factored[key])
+        elif kind == "rows":
             found[key] = TensorRegions(value, layout)
         elif kind == "leading" and rows is not None:
             shape = (rows.shape[0], *value.shape[1:])

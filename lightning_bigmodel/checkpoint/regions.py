@@ -78,6 +78,22 @@ class RegionLayout:
                 )
         return RegionLayout(self.shape, (length, *self.local_shape[1:]), tuple(kept))
 
+    def along(self, dim: int, shape: Sequence[int], at: int) -> RegionLayout:
+        """The layout of a tensor of `shape` whose dimension `at` is, and lies as, dimension `dim` of this one.
+
+        Example:
+            >>> RegionLayout.of_rows((4, 3), 2, 2).along(0, (4, 1), 0).regions
+            (Region(offsets=(2, 0), local_offsets=(0, 0), sizes=(2, 1)),)
+        """
+
+        def put(values: Sequence[int], value: int) -> tuple[int, ...]:
+            return (*values[:at], value, *values[at + 1 :])
+
+        zeros = (0,) * len(shape)
+        spans = dict.fromkeys((r.offsets[dim], r.local_offsets[dim], r.sizes[dim]) for r in self.regions)
+        regions = [Region(put(zeros, full), put(zeros, local), put(shape, size)) for full, local, size in spans]
+        return RegionLayout(tuple(shape), put(shape, self.local_shape[dim]), tuple(regions))
+
     def take(self, whole: Tensor) -> Tensor:
         """The local tensor, cut out of a whole one."""
         local = torch.empty(self.local_shape, dtype=whole.dtype, device=whole.device)

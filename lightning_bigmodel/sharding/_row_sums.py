@@ -1,32 +1,46 @@
-"""Sums over the ranks that hold rows of the same tensors, all of a step in one message."""
+"""Sums over the ranks that hold parts of the same tensors, all of a step in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bigmodel.sharding.rows import RowShard
+from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 
-__all__ = ["is_spread", "parameters_with_gradient", "sum_over_ranks"]
+__all__ = ["Part", "is_spread", "parameters_with_gradient", "sum_over_ranks"]
 
 
-def is_spread(shard: RowShard | None) -> bool:
-    """Whether other ranks hold rows too."""
+class Part(Protocol):
+    """Part of a tensor: rows of it, or a slice over tensor ranks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that hold the parts."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Their process group."""
+
+
+def is_spread(shard: Part | None) -> bool:
+    """Whether other ranks hold parts too."""
     return shard is not None and shard.num_ranks > 1
 
 
-def sum_over_ranks(parts: Sequence[tuple[RowShard | None, Tensor]]) -> list[Tensor]:
-    """Sums flat tensors over the ranks of their shards; those that are whole here come back as they are.
+def sum_over_ranks(parts: Sequence[tuple[Part | None, Tensor]]) -> list[Tensor]:
+    """Sums flat tensors over the ranks of their shards or slices; those that are whole here come back as they are.
 
     Every rank of a group passes tensors of the same sizes in the same order, whether it holds rows or not.
 
     Communication: one all-reduce a process group, of all its tensors together.
 
     Args:
-        parts: Shard that each tensor tells something about, and the tensor, of one dimension.
+        parts: Shard or slice that each tensor tells something about, and the tensor, of one dimension.
 
     Returns:
         The sums in the order of `parts`, in the widest of the dtypes given for the group.
@@ -45,31 +59,37 @@ def sum_over_ranks(parts: Sequence[tuple[RowShard | None, Tensor]]) -> list[Tens
 
 
 def parameters_with_gradient(
-    optimizer: str, shards: Sequence[RowShard | None], num_gradients: Sequence[Tensor]
+    optimizer: str, places: Sequence[tuple[RowShard | None, HeldSlice | None]], num_gradients: Sequence[Tensor]
 ) -> list[bool]:
-    """Whether each parameter has a gradient, which the ranks that hold rows of it must agree on.
+    """Whether each parameter has a gradient, which the ranks that hold parts of it must agree on.
 
     Args:
         optimizer: Its name, for the message.
-        shards: Shard of each parameter.
-        num_gradients: How many ranks hold rows of each parameter and a gradient for them, as the sum over the ranks.
+        places: Which rows and which slice of each parameter are here.
+        num_gradients: How many ranks hold a part of each parameter and a gradient for it, as the sum over the ranks.
 
     Raises:
-        RuntimeError: If some of the ranks that hold rows have a gradient for them and others none. All ranks raise.
+        RuntimeError: If some of the ranks that hold a part have a gradient for it and others none. All ranks raise.
     """
-    if not shards:
+    if not places:
         return []
     answers = []
-    for shard, number in zip(shards, torch.stack(list(num_gradients)).tolist(), strict=True):
-        if shard is not None and 0 < number < (expected := _num_ranks_with_rows(shard)):
+    for (shard, cut), number in zip(places, torch.stack(list(num_gradients)).tolist(), strict=True):
+        held = cut if shard is None else shard
+        expected = _num_ranks_with_rows(shard) * (1 if cut is None else cut.num_ranks)
+        if held is not None and 0 < number < expected:
+            parts = "rows" if cut is None else "parts"
             raise RuntimeError(
-                f"`{optimizer}`: {number:.0f} of the {expected} ranks that hold rows of `{shard.name}` have a gradient "
-                "for them and the others have none. A gradient must be set for all rows of a parameter or for none."
+                f"`{optimizer}`: {number:.0f} of the {expected} ranks that hold {parts} of `{held.name}` have a "
+                f"gradient for them and the others have none. A gradient must be set for all {parts} of a parameter or "
+                "for none."
             )
         answers.append(number > 0)
     return answers
 
 
-def _num_ranks_with_rows(shard: RowShard) -> int:
+def _num_ranks_with_rows(shard: RowShard | None) -> int:
+    if shard is None:
+        return 1
     rows_per_rank = -(-shard.num_rows // shard.num_ranks)
     return -(-shard.num_rows // rows_per_rank) if rows_per_rank else 0

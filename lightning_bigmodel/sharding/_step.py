@@ -33,8 +33,8 @@ def replace_step(optimizer: Optimizer, update: Callable[[Optimizer], None]) -> N
     if there is not None and not hasattr(there, "_wrapped_by_lr_sched"):
         raise ValueError(
             f"`step` of this `{type(optimizer).__name__}` object has been replaced, and what replaced it would be lost "
-            "where each rank holds some rows of the parameters only. Override `step` in a subclass or use "
-            "`zero_stage=0`."
+            "where each rank holds a part of the parameters only. Override `step` in a subclass, or train without "
+            "`zero_stage` and `tensor_parallel_size`."
         )
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Adafactor on rows: what it takes from a whole parameter, summed over the ranks that hold its rows.
+"""Adafactor on rows and slices: what it takes from a whole parameter, summed over the ranks that hold parts of it.
 
 Adafactor (https://arxiv.org/abs/1804.04235, algorithms 4 to 6) keeps of the squared gradients of a matrix only the
 means of its rows R and of its columns C, and scales a step by the root mean square of the parameter and of the update.
@@ -11,12 +11,17 @@ and behind both root mean squares. Here those parts are summed:
 That makes two messages a step and process group, however many parameters there are: 4 * (columns + 4) bytes a matrix
 and 16 bytes any other parameter, in fp32, against 4 * rows * columns bytes of the gradient itself. A tensor of three
 dimensions or more is factored over its last two, of which each rank has all.
+
+Under tensor parallelism the same two messages are summed over the tensor ranks afterwards, for the parameters that are
+cut, without the column sums where columns are cut: each rank has its own. A rank with a part of each row (a `rowwise`
+layer) has a part of R only; one message more over the tensor ranks, of 4 * rows bytes a matrix, comes before the
+others. The state stays in parts: R of the rows here, C of the columns here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +30,15 @@ from torch.optim import Optimizer
 
 from lightning_bigmodel.sharding._row_sums import parameters_with_gradient, sum_over_ranks
 from lightning_bigmodel.sharding.rows import RowShard
+from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 
 __all__ = ["step_torch_adafactor", "step_transformers_adafactor"]
 
 
-def step_torch_adafactor(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> None:
-    """One step of `torch.optim.Adafactor` where each rank holds rows of the parameters.
+def step_torch_adafactor(
+    optimizer: Optimizer, shards: Mapping[int, RowShard], slices: Mapping[int, HeldSlice] | None = None
+) -> None:
+    """One step of `torch.optim.Adafactor` where each rank holds parts of the parameters.
 
     With `foreach=True` the updates of all parameters are held at once between the two messages, otherwise they are
     worked out twice, one parameter at a time. Where `eps[0]` is None, each parameter takes the eps of its own dtype.
@@ -39,44 +47,60 @@ def step_torch_adafactor(optimizer: Optimizer, shards: Mapping[int, RowShard]) -
         optimizer: The optimizer. Its state gets the entries that its own step would give it, `row_var` for the rows
             held here and `col_var` the same on all ranks.
         shards: By id of the parameter, which rows it is.
+        slices: By id of the parameter, which slice it is, or is of, under tensor parallelism.
 
     Raises:
-        RuntimeError: If a gradient is set for some rows of a parameter only, is sparse, or complex.
+        RuntimeError: If a gradient is set for some parts of a parameter only, is sparse, or complex.
     """
-    _step(optimizer, shards, _TorchRule)
+    _step(optimizer, shards, slices or {}, _TorchRule)
 
 
-def step_transformers_adafactor(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> None:
-    """One step of `transformers.optimization.Adafactor` where each rank holds rows of the parameters.
+def step_transformers_adafactor(
+    optimizer: Optimizer, shards: Mapping[int, RowShard], slices: Mapping[int, HeldSlice] | None = None
+) -> None:
+    """One step of `transformers.optimization.Adafactor` where each rank holds parts of the parameters.
 
     Args:
         optimizer: The optimizer. Its state gets the entries that its own step would give it, `exp_avg_sq_row` for the
             rows held here and `exp_avg_sq_col` the same on all ranks.
         shards: By id of the parameter, which rows it is.
+        slices: By id of the parameter, which slice it is, or is of, under tensor parallelism.
 
     Raises:
-        RuntimeError: If a gradient is set for some rows of a parameter only, is sparse, or complex.
+        RuntimeError: If a gradient is set for some parts of a parameter only, is sparse, or complex.
     """
-    _step(optimizer, shards, _TransformersRule)
+    _step(optimizer, shards, slices or {}, _TransformersRule)
 
 
-def _step(optimizer: Optimizer, shards: Mapping[int, RowShard], rule: type[_Rule]) -> None:
+def _step(
+    optimizer: Optimizer, shards: Mapping[int, RowShard], slices: Mapping[int, HeldSlice], rule: type[_Rule]
+) -> None:
     rules = [
-        rule(optimizer, parameter, shards.get(id(parameter)), group)
+        rule(optimizer, parameter, shards.get(id(parameter)), slices.get(id(parameter)), group)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
     rules = [each for each in rules if each.numel]
-    sums = sum_over_ranks([(each.shard, each.statistics()) for each in rules])
+    crossed = [each for each in rules if each.has_parts_of_rows]
+    for each, total in zip(crossed, sum_over_ranks([(each.cut, each.own_row_sums()) for each in crossed]), strict=True):
+        each.row_sums = total
+    sums = _sum_all(rules, [each.statistics() for each in rules])
     used = parameters_with_gradient(
-        type(optimizer).__name__, [each.shard for each in rules], [statistics[0] for statistics in sums]
+        type(optimizer).__name__, [(each.shard, each.cut) for each in rules], [statistics[0] for statistics in sums]
     )
     rules = [each for each, is_used in zip(rules, used, strict=True) if is_used]
     sums = [statistics for statistics, is_used in zip(sums, used, strict=True) if is_used]
     squares = [each.begin(statistics) for each, statistics in zip(rules, sums, strict=True)]
-    totals = sum_over_ranks([(each.shard, square) for each, square in zip(rules, squares, strict=True)])
-    for each, total in zip(rules, totals, strict=True):
+    for each, total in zip(rules, _sum_all(rules, squares), strict=True):
         each.finish(total)
+
+
+def _sum_all(rules: Sequence[_Rule], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Sums what each parameter's rows and slices tell; what columns tell that are cut is not summed over slices."""
+    sums = sum_over_ranks([(each.shard, part) for each, part in zip(rules, parts, strict=True)])
+    lengths = [2 if each.has_parts_of_rows else len(total) for each, total in zip(rules, sums, strict=True)]
+    across = sum_over_ranks([(r.cut, total[:length]) for r, total, length in zip(rules, sums, lengths, strict=True)])
+    return [torch.cat([first, total[length:]]) for first, total, length in zip(across, sums, lengths, strict=True)]
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
@@ -96,18 +120,27 @@ def _message_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class _Rule:
-    """The step of one parameter: statistics of the rows here, then the update, then the change of the parameter.
+    """The step of one parameter: statistics of the part here, then the update, then the change of the parameter.
 
     Nothing is written before the ranks have agreed that there is a gradient.
     """
 
+    row_sums: Tensor | None = None
+
     def __init__(
-        self, optimizer: Optimizer, parameter: Tensor, shard: RowShard | None, options: Mapping[str, Any]
+        self,
+        optimizer: Optimizer,
+        parameter: Tensor,
+        shard: RowShard | None,
+        cut: HeldSlice | None,
+        options: Mapping[str, Any],
     ) -> None:
         self.parameter = parameter
         self.shard = shard
+        self.cut = cut
         self.options = options
-        self.shape = parameter.shape if shard is None else shard.shape
+        local_shape = parameter.shape if shard is None else shard.shape
+        self.shape = local_shape if cut is None else cut.record.full_shape
         self.numel = self.shape.numel()
         self.states = optimizer.state
         if parameter.is_complex() or (parameter.grad is not None and parameter.grad.is_sparse):
@@ -118,6 +151,11 @@ class _Rule:
     def is_matrix(self) -> bool:
         """Whether the columns run over the ranks."""
         return len(self.shape) == 2
+
+    @property
+    def has_parts_of_rows(self) -> bool:
+        """Whether other tensor ranks have further columns of the rows here."""
+        return self.is_matrix and self.cut is not None and self.cut.cuts_columns
 
     @property
     def state(self) -> dict[str, Any]:
@@ -132,7 +170,7 @@ class _Rule:
 
     @property
     def gradient(self) -> Tensor:
-        """The rows here; a rank without rows may have been given no gradient."""
+        """Of the part here; a rank without rows may have been given none."""
         gradient = self.parameter.grad
         return torch.zeros_like(self.parameter) if gradient is None else gradient
 
@@ -140,20 +178,29 @@ class _Rule:
         """What to sum over the ranks, in one dimension."""
         dtype = _message_dtype(self.parameter)
         if self.parameter.grad is None or not self.parameter.numel():
-            return self.parameter.new_zeros(2 + (1 + self.shape[1] if self.is_matrix else 0), dtype=dtype)
+            num_more = 1 + self.parameter.shape[1] if self.is_matrix else 0
+            return self.parameter.new_zeros(2 + num_more, dtype=dtype)
         parts = [self.parameter.new_ones(1, dtype=dtype), _sum_of_squares(self.parameter)]
         if self.is_matrix:
             parts += [self.next_row_statistic().sum(dtype=dtype).view(1), self.column_sums().to(dtype)]
         return torch.cat(parts)
 
     def begin(self, statistics: Tensor) -> Tensor:
-        """Takes the summed statistics over into the state; returns the sum of the squared update of the rows here."""
+        """Takes the summed statistics over into the state; returns the sum of the squared update of the part here."""
         if not self.state:
             self.states[self.parameter] = self.first_state()
         self.root_mean_square = (statistics[1] / self.numel).sqrt()
         self.row_mean = statistics[2] / self.shape[0] if self.is_matrix else None
         self.write_state(statistics[3:] / self.shape[0] if self.is_matrix else None)
         return self.begin_update()
+
+    def own_row_sums(self) -> Tensor:
+        """For each row here, the sum over the columns here, in the dtype of messages."""
+        raise NotImplementedError
+
+    def row_means(self) -> Tensor | None:
+        """For each row here, the mean over all columns; None where all are here, so that none had to be summed."""
+        return None if self.row_sums is None else self.row_sums / self.shape[1]
 
     def next_row_statistic(self) -> Tensor:
         raise NotImplementedError
@@ -188,8 +235,13 @@ class _TorchRule(_Rule):
         """Of the new in the running means."""
         return float(self.step ** self.options["beta2_decay"])
 
+    def own_row_sums(self) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(self.gradient, dim=1, dtype=_message_dtype(self.parameter))
+        return norms.square_()
+
     def next_row_statistic(self) -> Tensor:
-        means = _mean_squares(self.gradient, -1)
+        given = self.row_means()
+        means = _mean_squares(self.gradient, -1) if given is None else given.view(-1, 1).to(self.parameter.dtype)
         return torch.lerp(self.state.get("row_var", torch.zeros_like(means)), means, self.share)
 
     def column_sums(self) -> Tensor:
@@ -263,8 +315,13 @@ class _TransformersRule(_Rule):
     def share(self) -> float:
         return float(self.step ** self.options["decay_rate"])
 
+    def own_row_sums(self) -> Tensor:
+        sums: Tensor = (self.gradient.square() + self.options["eps"][0]).sum(dim=1)
+        return sums
+
     def next_row_statistic(self) -> Tensor:
-        means: Tensor = (self.gradient.square() + self.options["eps"][0]).mean(dim=-1)
+        given = self.row_means()
+        means: Tensor = (self.gradient.square() + self.options["eps"][0]).mean(dim=-1) if given is None else given
         before: Tensor = self.state.get("exp_avg_sq_row", torch.zeros_like(means))
         return before * (1 - self.share) + means * self.share
 
@@ -316,7 +373,8 @@ class _TransformersRule(_Rule):
             rate = min(1e-6 * step if options["warmup_init"] else 1e-2, 1 / math.sqrt(step))
         if options["scale_parameter"]:
             rate = self.root_mean_square.clamp(min=options["eps"][1]) * rate
-        clip = ((sum_of_squares / self.numel).sqrt() / options["clip_threshold"]).clamp(min=1.0)
+        # A parameter without dimensions takes no factor of one element.
+        clip = ((sum_of_squares / self.numel).sqrt() / options["clip_threshold"]).clamp(min=1.0).reshape(())
         update = self.update().mul_(rate / clip)
         if options["beta1"] is not None:
             average = self.state["exp_avg"] = self.state["exp_avg"].to(update)

@@ -1,14 +1,15 @@
-"""Optimizers where each rank holds some rows of every parameter: exact as in one process, or refused.
+"""Optimizers where each rank holds a part of every parameter: exact as in one process, or refused.
 
-Under ZeRO (https://arxiv.org/abs/1910.02054) a rank keeps, and steps, the rows of each parameter that are its own. Most
-optimizers treat every element by itself and need nothing for it. Those that take norms, means or products of whole
-parameters would quietly train another model: each rank would take its rows for the parameter.
+Under ZeRO (https://arxiv.org/abs/1910.02054) a rank keeps, and steps, the rows of each parameter that are its own,
+under tensor parallelism a slice, or rows of a slice. Most optimizers treat every element by itself and need nothing for
+it. Those that take norms, means or products of whole parameters would quietly train another model: each rank would take
+its part for the parameter.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,8 +27,18 @@ from lightning_bigmodel.sharding._step import behaves_as, leave_out_empty, repla
 from lightning_bigmodel.sharding.adafactor import step_torch_adafactor, step_transformers_adafactor
 from lightning_bigmodel.sharding.muon import check_muon, step_torch_muon
 from lightning_bigmodel.sharding.rows import RowShard
+from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 
-__all__ = ["StateKind", "adapt_optimizer", "check_parts", "factored_state", "is_elementwise", "state_layout"]
+__all__ = [
+    "StateKind",
+    "adapt_optimizer",
+    "check_parts",
+    "check_slices",
+    "factored_shape",
+    "factored_state",
+    "is_elementwise",
+    "state_layout",
+]
 
 StateKind = Literal["rows", "whole", "leading", "local"]
 """What a rank holds of one entry of a parameter's state.
@@ -82,17 +93,43 @@ def check_parts(optimizer: Optimizer) -> None:
         )
 
 
-def adapt_optimizer(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> None:
-    """Makes `optimizer.step()` exact where its groups hold this rank's rows in place of whole parameters.
+def check_slices(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot be made exact where each rank holds a slice of the parameters.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    reason = _why_not_on_slices(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"`{type(optimizer).__name__}` cannot train where `tensor_parallel_size` gives each rank a slice of the "
+            f"parameters: {reason}. Use an elementwise optimizer such as AdamW, or Adafactor or Muon, or "
+            "`zero_stage` in place of tensor parallelism."
+        )
+
+
+def _why_not_on_slices(optimizer: Optimizer) -> str | None:
+    if _kind(optimizer) == "bitsandbytes" and is_blockwise(optimizer):
+        return "it quantises blocks of elements that lie side by side in whole parameters"
+    inner = _inner(optimizer) if _kind(optimizer) == "unknown" else None
+    if inner is not None and (reason := _why_not_on_slices(inner)) is not None:
+        return f"it wraps `{type(inner).__name__}`: {reason}"
+    return _why_refused(optimizer, {})
+
+
+def adapt_optimizer(
+    optimizer: Optimizer, shards: Mapping[int, RowShard], slices: Mapping[int, HeldSlice] | None = None
+) -> None:
+    """Makes `optimizer.step()` exact where its groups hold this rank's parts in place of whole parameters.
 
     The class, the groups, their options and the layout of the state stay; schedulers and hooks go on working. Called
-    once on every rank alike, when the groups hold the rows and the state is empty still.
+    once on every rank alike, when the groups hold the parts and the state is empty still.
 
     * SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, ASGD, Adagrad and Adadelta of torch need nothing.
-    * `torch.optim.Adafactor` and Adafactor of transformers sum their statistics over the ranks: two all-reduces a step
-      (see `lightning_bigmodel.sharding.adafactor`).
-    * `torch.optim.Muon` shares out its matrices over the ranks: one all-reduce and two all-to-alls a step (see
-      `lightning_bigmodel.sharding.muon`).
+    * `torch.optim.Adafactor` and Adafactor of transformers sum their statistics over the ranks: two all-reduces a step,
+      three more over tensor ranks (see `lightning_bigmodel.sharding.adafactor`).
+    * `torch.optim.Muon` shares out its matrices over the ranks: one all-reduce and two all-to-alls a step, and as many
+      over tensor ranks (see `lightning_bigmodel.sharding.muon`).
     * bitsandbytes' optimizers of 32 bits are exact. Those of 8 bits quantise blocks of 256 elements, which start with
       the rows of each rank: exact where these starts are multiples of 256 elements, else equal within the error of the
       quantisation. The size of the whole parameter decides whether it is quantised (`min_8bit_size`). Its optimizers
@@ -103,7 +140,8 @@ def adapt_optimizer(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> Non
 
     Args:
         optimizer: The optimizer.
-        shards: By id of a parameter in the groups, which rows of what it is. Other parameters are whole here.
+        shards: By id of a parameter in the groups, which rows of what it is. Of others all rows are here.
+        slices: By id of a parameter in the groups, which slice it is, or is of, under tensor parallelism.
 
     Raises:
         ValueError: If the optimizer needs whole parameters, or cannot be tried.
@@ -125,20 +163,20 @@ treats each element by itself, such as AdamW.
             f"`{type(optimizer).__name__}` cannot train parameters of which each rank holds some rows only: {reason}. "
             f"{_REMEDY}"
         )
-    shards = dict(shards)
+    shards, cuts = dict(shards), dict(slices or {})
     kind = _kind(optimizer)
     if kind == "adafactor":
-        replace_step(optimizer, lambda each: step_torch_adafactor(each, shards))
+        replace_step(optimizer, lambda each: step_torch_adafactor(each, shards, cuts))
     elif kind == "transformers adafactor":
-        replace_step(optimizer, lambda each: step_transformers_adafactor(each, shards))
+        replace_step(optimizer, lambda each: step_transformers_adafactor(each, shards, cuts))
     elif kind == "muon":
-        replace_step(optimizer, lambda each: step_torch_muon(each, shards))
+        replace_step(optimizer, lambda each: step_torch_muon(each, shards, cuts))
     elif kind == "bitsandbytes":
         adapt_bitsandbytes(optimizer, shards)
     elif kind == "unknown":
         inner = _inner(optimizer)
         if inner is not None and _kind(inner) not in ("elementwise", "unknown"):
-            adapt_optimizer(inner, shards)
+            adapt_optimizer(inner, shards, cuts)
         elif any(not each.numel() for group in optimizer.param_groups for each in group["params"]) and fails_on_empty(
             optimizer, shards
         ):
@@ -194,22 +232,46 @@ def state_layout(optimizer: Optimizer, parameter: Tensor, shard: RowShard) -> di
         return state_layout(inner, parameter, shard)
     kind = _kind(optimizer)
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    factored = factored_state(optimizer, shard)
+    factored = factored_state(optimizer, len(shard.shape))
     return {
         key: factored.get(key) or _kind_of_entry(key, value, shard, kind == "bitsandbytes")
         for key, value in state.items()
     }
 
 
-def factored_state(optimizer: Optimizer, shard: RowShard) -> dict[str, StateKind]:
-    """Kinds of the entries that an optimizer keeps in another shape than the parameter's, as far as names tell."""
+def factored_state(optimizer: Optimizer, num_dims: int) -> dict[str, StateKind]:
+    """Kinds of the entries that an optimizer keeps in another shape than the parameter's, as far as names tell.
+
+    "whole" here is an entry whose last dimension is the parameter's: under tensor parallelism a rank has those columns
+    of it that it has of the parameter.
+
+    Args:
+        optimizer: The optimizer.
+        num_dims: Dimensions of the parameter.
+    """
     inner = _inner(optimizer)
     if inner is not None:
-        return factored_state(inner, shard)
+        return factored_state(inner, num_dims)
     if _kind(optimizer) not in ("adafactor", "transformers adafactor"):
         return {}
-    columns: StateKind = "whole" if len(shard.shape) == 2 else "leading"
+    columns: StateKind = "whole" if num_dims == 2 else "leading"
     return {"row_var": "leading", "exp_avg_sq_row": "leading", "col_var": columns, "exp_avg_sq_col": columns}
+
+
+def factored_shape(key: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of an entry of `factored_state` for a whole parameter of two dimensions or more.
+
+    Example:
+        >>> factored_shape("col_var", (4, 3)), factored_shape("exp_avg_sq_row", (4, 3))
+        ((1, 3), (4,))
+    """
+    outer = tuple(shape[:-2])
+    return {
+        "row_var": (*outer, shape[-2], 1),
+        "col_var": (*outer, 1, shape[-1]),
+        "exp_avg_sq_row": (*outer, shape[-2]),
+        "exp_avg_sq_col": (*outer, shape[-1]),
+    }[key]
 
 
 def _kind_of_entry(key: str, value: Any, shard: RowShard, is_of_bitsandbytes: bool) -> StateKind:

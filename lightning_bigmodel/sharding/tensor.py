@@ -59,6 +59,11 @@ class TensorSlices:
         self._handles: list[RemovableHandle] = []
         self._attributes: list[tuple[nn.Module, str, Any]] = []
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of which this rank holds a slice."""
+        return list(self._parameters)
+
     def is_sliced(self, parameter: nn.Parameter) -> bool:
         """Whether this rank holds a slice of `parameter`."""
         return id(parameter) in self.records

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Region", "SlicedParameter", "is_placeholder"]
+__all__ = ["HeldSlice", "Region", "SlicedParameter", "is_placeholder"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,34 @@ class SlicedParameter:
                 target = full.narrow(self.dim, region.full_offsets[self.dim], length)
                 target.copy_(piece.narrow(self.dim, region.local_offsets[self.dim], length))
         return full
+
+
+@dataclass(frozen=True)
+class HeldSlice:
+    """What an optimizer holds is a slice of a parameter, or rows of that slice.
+
+    Args:
+        record: Which slice.
+        group: The ranks that hold the others.
+    """
+
+    record: SlicedParameter
+    group: dist.ProcessGroup | None
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter in the user's module."""
+        return self.record.name
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks the parameter is cut over."""
+        return self.record.size
+
+    @property
+    def cuts_columns(self) -> bool:
+        """Whether each rank has a part of every row of a matrix."""
+        return self.record.dim == 1
 
 
 def is_placeholder(tensor: Tensor) -> bool:

@@ -60,7 +60,7 @@ from lightning_bigmodel.precision.bigmodel import PRECISIONS, BigModelPrecision
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
-from lightning_bigmodel.sharding.optimizers import check_parts
+from lightning_bigmodel.sharding.optimizers import adapt_optimizer, check_parts
 from lightning_bigmodel.sharding.tensor import check_tensor_plan
 from lightning_bigmodel.sharding.units import find_blocks
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
@@ -482,6 +482,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         if self._tensor is not None:  # before rows are made of what it holds
             for optimizer in self.optimizers:
                 self._tensor.hand_to(optimizer)
+                if not settings.zero_stage:
+                    adapt_optimizer(optimizer, {}, self._tensor.held(lambda parameter: parameter))
         if self.mesh.pipe_size > 1 and not settings.zero_stage:
             for optimizer in self.optimizers:
                 check_parts(optimizer)
@@ -505,7 +507,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 prepare=self._materializer.fill if self._materializer is not None else None,
             )
             engine.places = self._sharded
-            self._sharded.hand_to(self.optimizers)
+            slices = {} if self._tensor is None else self._tensor.held(self._sharded.holder)
+            self._sharded.hand_to(self.optimizers, slices)
             _host.follow_finetuning(trainer, self._sharded.parameter_of)
         if settings.zero_stage == 3:
             self.model_to_device()

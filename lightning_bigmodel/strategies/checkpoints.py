@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from lightning_bigmodel.checkpoint import (
     save_sharded,
 )
 from lightning_bigmodel.mesh import AXES
-from lightning_bigmodel.sharding.optimizers import factored_state, state_layout
+from lightning_bigmodel.sharding.optimizers import factored_shape, factored_state, state_layout
 
 if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.ownership import ParameterShare
@@ -138,13 +138,30 @@ class CheckpointMixin:
             if name in rows:
                 kinds: dict[str, Any] = dict(state_layout(optimizer, stepped[name], rows[name]))
                 kinds.update(dict.fromkeys(entries.keys() - kinds.keys(), "rows"))
-            else:  # under tensor parallelism only elementwise optimizers are let in
+            else:  # a slice under tensor parallelism, or whole
                 local_shape = regions[name].local_shape if name in regions else None
                 kinds = {k: "rows" for k, v in entries.items() if tuple(getattr(v, "shape", ())) == local_shape}
             if name in regions:
                 own = rows.get(name) if self._tensor is None else None
-                state["state"][name] = marked_state(entries, kinds, regions[name], own)
+                factored = {} if self._tensor is None else self._factored(optimizer, name, regions[name], entries)
+                kinds.update({key: factored_state(optimizer, len(regions[name].shape))[key] for key in factored})
+                state["state"][name] = marked_state(entries, kinds, regions[name], own, factored)
         return dict(state)
+
+    def _factored(
+        self: Any, optimizer: Optimizer, name: str, layout: RegionLayout, keys: Iterable[str]
+    ) -> dict[str, RegionLayout]:
+        """Of a parameter's factored state entries, how this rank's part lies in the whole one."""
+        # A rank without rows still has the columns of its slice.
+        columns = (None if self._tensor is None else self._tensor.layouts().get(name)) or RegionLayout.of_whole(
+            layout.shape
+        )
+        found = {}
+        for key, kind in factored_state(optimizer, len(layout.shape)).items():
+            if key in keys and len(layout.shape) > 1:
+                shape = factored_shape(key, layout.shape)
+                found[key] = layout.along(0, shape, 0) if kind == "leading" else columns.along(1, shape, len(shape) - 1)
+        return found
 
     # -- what callbacks keep of parameters -----------------------------------------------------------------------------
 
@@ -304,13 +321,13 @@ class CheckpointMixin:
     def _part_of_state(
         self: Any, optimizer: Optimizer, name: str, key: str, value: Any, regions: Mapping[str, RegionLayout]
     ) -> Any:
-        """What this rank steps of a whole state entry of an ordinary checkpoint."""
+        """What this rank steps of a state entry that was read as a whole; others stay as they are."""
         if name not in regions or not isinstance(value, Tensor):
             return value
-        rows = self._rows().get(name)
-        if rows is not None and factored_state(optimizer, rows).get(key) == "leading":
-            return value[rows.start : rows.start + rows.length].contiguous()
-        return regions[name].take(value) if tuple(value.shape) == regions[name].shape else value
+        factored = self._factored(optimizer, name, regions[name], (key,)).get(key)
+        layout = regions[name] if factored is None else factored
+        is_whole = tuple(value.shape) == layout.shape != layout.local_shape
+        return layout.take(value) if is_whole else value
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of owned parameters, and all group options."""
@@ -319,7 +336,13 @@ class CheckpointMixin:
         owned = {names[key] for key in owned_ids}
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if checkpoint.get(_IS_SHARDED):
-                loaded = {name: quantized_entries(entries) for name, entries in saved["state"].items()}
+                regions = self._regions()
+                loaded = {
+                    name: quantized_entries(
+                        {k: self._part_of_state(optimizer, name, k, value, regions) for k, value in entries.items()}
+                    )
+                    for name, entries in saved["state"].items()
+                }
                 load_optimizer_state(optimizer, {"state": loaded, "param_groups": saved["param_groups"]}, names, owned)
                 continue
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

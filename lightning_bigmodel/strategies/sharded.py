@@ -26,6 +26,7 @@ from lightning_bigmodel.sharding.optimizers import adapt_optimizer
 from lightning_bigmodel.sharding.passes import GatherPasses
 from lightning_bigmodel.sharding.reduce import BucketReducer, reduce_leftovers
 from lightning_bigmodel.sharding.rows import RowShard
+from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 from lightning_bigmodel.sharding.units import make_units
 from lightning_bigmodel.sharding.zero import ComputeDtype, ZeroShards
 from lightning_bigmodel.strategies.stage_passes import ReducePasses, StageGatherPasses, distinct_units, stage_parts
@@ -193,14 +194,19 @@ class ShardedRun(GradientPlaces):
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
-    def hand_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Optimizers step row shards from now on, exactly or not at all. Collective with `offload` to a disk."""
+    def hand_to(self, optimizers: Sequence[Optimizer], slices: Mapping[int, HeldSlice]) -> None:
+        """Optimizers step row shards from now on, exactly or not at all. Collective with `offload` to a disk.
+
+        Args:
+            optimizers: The optimizers.
+            slices: By id of a row shard, which slice under tensor parallelism the rows are of.
+        """
         for optimizer in optimizers:
             self.shards.hand_to(optimizer)
         if self._offload is not None and self._offload.kind == "disk":
             self._states = DiskStates(optimizers, self.records.keys(), self._offload, rank=dist.get_rank())
         for optimizer in optimizers:
-            adapt_optimizer(optimizer, self.records)
+            adapt_optimizer(optimizer, self.records, slices)
 
     @property
     def state_device(self) -> torch.device:

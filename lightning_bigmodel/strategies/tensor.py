@@ -13,10 +13,11 @@ from lightning_bigmodel.checkpoint import Region, RegionLayout
 from lightning_bigmodel.mesh import RankMesh
 from lightning_bigmodel.pipeline.trace import call_order
 from lightning_bigmodel.pipeline.tree import map_tensors
-from lightning_bigmodel.sharding.optimizers import is_elementwise
+from lightning_bigmodel.sharding.optimizers import check_slices
 from lightning_bigmodel.sharding.plans import find_tensor_plan
 from lightning_bigmodel.sharding.tensor import SlicedParameter, TensorSlices, apply_tensor_plan
 from lightning_bigmodel.sharding.tensor_guard import SliceGuard
+from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 
 __all__ = ["TensorRun", "check_tensor_settings", "find_plan"]
 
@@ -73,6 +74,7 @@ class TensorRun:
             module, plan, mesh.tensor_group, mesh.tensor_rank, mesh.layout.tensor
         )
         self._is_first = mesh.tensor_rank == 0
+        self._group = mesh.tensor_group
         self._layouts = {record.name: _layout(record) for record in self.slices.records.values()}
         self.is_restored = False
         names = {key: record.name for key, record in self.slices.records.items()}
@@ -94,20 +96,22 @@ class TensorRun:
         """State that an optimizer has from its construction becomes slices, as its parameters have.
 
         Raises:
-            ValueError: For an optimizer that looks at whole parameters.
+            ValueError: For an optimizer that looks at whole parameters, and cannot be made exact.
         """
-        if not is_elementwise(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} computes with statistics of whole parameters, but "
-                "`tensor_parallel_size` above 1 gives each rank a slice of them. Use an elementwise optimizer such as "
-                "AdamW, or `zero_stage` in place of tensor parallelism."
-            )
+        check_slices(optimizer)
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, nn.Parameter) and self.slices.is_sliced(parameter):
                 full_shape = self.slices.full_shape(parameter)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and value.shape == full_shape:
                         state[key] = self.slices.slice_full(parameter, value)
+
+    def held(self, holder: Callable[[nn.Parameter], nn.Parameter]) -> dict[int, HeldSlice]:
+        """By id of what optimizers hold, `holder(parameter)`, which slice it is or is of."""
+        return {
+            id(holder(parameter)): HeldSlice(self.slices.records[id(parameter)], self._group)
+            for parameter in self.slices.parameters
+        }
 
     def restore(self) -> None:
         """Whole parameters again. Collective over the tensor ranks."""

@@ -190,6 +190,9 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_plan": PLAN}
         (4, 2, {**TENSOR, "zero_stage": 3}, "AdamW"),
         (4, 4, {"zero_stage": 2}, "Adafactor"),
         (2, 2, {"zero_stage": 3}, "Adafactor"),
+        (2, 1, TENSOR, "Adafactor"),
+        (4, 2, {**TENSOR, "zero_stage": 3}, "Adafactor"),
+        (2, 1, {"pipeline_parallel_size": 2}, "Adafactor"),
     ],
 )
 def test_slices_and_statistics_find_their_place(
@@ -198,8 +201,7 @@ def test_slices_and_statistics_find_their_place(
     """A slice saved as the whole, row statistics of one rank taken for those of all."""
     saved = run_ranks(_pairs, devices, str(tmp_path), devices, 8 // data_size, strategy, optimizer, False)[0]
     others: list[tuple[int, int, dict[str, Any]]] = [(2, 4, {"zero_stage": 1}), (2, 8, {"pipeline_parallel_size": 2})]
-    if optimizer in ("AdamW", "Adagrad"):
-        others += [(4, 4, {**TENSOR, "zero_stage": 1})]
+    others += [(4, 4, {**TENSOR, "zero_stage": 1})]
     for other_devices, batch_size, other in [*others, (devices, 8 // data_size, strategy)]:
         for result in run_ranks(
             _pairs, other_devices, str(tmp_path), other_devices, batch_size, other, optimizer, True
