@@ -12,6 +12,9 @@ sequence dimension are g-bar of "Reducing Activation Recomputation" (https://arx
 | `gather_in`        | all-gather     | reduce-scatter | sharded activations -> sharded layers            |
 | `scatter_out`      | reduce-scatter | all-gather     | partial sums -> sharded activations              |
 
+The backward of each is another one of them (identity is `copy_in` or, where gradients are summed, `sum_out`), so that
+gradients can be differentiated any number of times; a second backward sends what the first forward and backward sent.
+
 A fake tensor has shapes only; nothing is sent for it, because steps are traced on fake tensors by each rank alone.
 """
 
@@ -22,7 +25,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lightning_bigmodel import _host
 
@@ -147,7 +149,7 @@ def scatter_out(tensor: Tensor, dim: int, exchange: Exchange) -> Tensor:
     return result
 
 
-# The derivative of each holds for gradients of first order only, which `once_differentiable` enforces.
+# Each backward is itself one of the functions, as a penalty on a norm of gradients differentiates them again.
 
 
 class _CopyIn(Function):
@@ -157,23 +159,22 @@ class _CopyIn(Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         # Not in place: autograd may hand one tensor to several functions.
-        return ctx.exchange.all_reduce(gradient.clone()), None
+        return sum_out(gradient.clone(), ctx.exchange), None
 
 
 class _SumOut(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
         total = exchange.all_reduce(tensor.detach())
         # An input returned as it is would be taken for a view of itself.
         return total.view_as(total)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient, None
+        return copy_in(gradient, ctx.exchange), None
 
 
 class _GatherOut(Function):
@@ -183,9 +184,8 @@ class _GatherOut(Function):
         return exchange.all_gather(tensor, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return own_slice(gradient, ctx.dim, ctx.exchange).contiguous(), None, None
+        return split_in(gradient, ctx.dim, ctx.exchange), None, None
 
 
 class _SplitIn(Function):
@@ -195,9 +195,8 @@ class _SplitIn(Function):
         return own_slice(tensor, dim, exchange).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.exchange.all_gather(gradient, ctx.dim), None, None
+        return gather_out(gradient, ctx.dim, ctx.exchange), None, None
 
 
 class _GatherIn(Function):
@@ -207,9 +206,8 @@ class _GatherIn(Function):
         return exchange.all_gather(tensor, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.exchange.reduce_scatter(gradient, ctx.dim), None, None
+        return scatter_out(gradient, ctx.dim, ctx.exchange), None, None
 
 
 class _ScatterOut(Function):
@@ -220,6 +218,5 @@ class _ScatterOut(Function):
         return exchange.reduce_scatter(tensor, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.exchange.all_gather(gradient, ctx.dim), None, None
+        return gather_in(gradient, ctx.dim, ctx.exchange), None, None

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_bigmodel._host import FakeTensorMode, is_fake
@@ -127,6 +128,33 @@ def test_sequence_styles(head: str) -> None:
     assert forward["all_gather"][0] == (5 if head == "sequence_gather" else 6)
     assert backward["all_gather"] == (5, 5 * _BYTES // 2)
     assert "all_reduce" not in forward | backward
+
+
+def _penalty_step(module: nn.Module) -> Tensor:
+    """With a penalty on the gradient of the loss by what the embedding gives, as adversarial training has it."""
+    shown: list[Tensor] = []
+    handle = module.words.register_forward_hook(lambda _, args, output: shown.append(output))
+    with sdpa_kernel(SDPBackend.MATH):  # the only one whose backward can be differentiated
+        loss = module(_tokens())
+    handle.remove()
+    (gradient,) = torch.autograd.grad(loss, shown, create_graph=True)
+    penalised: Tensor = loss + 20.0 * gradient.square().sum()
+    return penalised
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_cut"),
+    [
+        ({**BLOCK_PLAN, "words": "rowwise", "head": "colwise_gather"}, 14),
+        ({**BLOCK_PLAN, "words": "colwise", "head": "rowwise_split"}, 14),
+        ({**_SEQUENCE, "head": "sequence_gather"}, 12),
+        ({**_SEQUENCE, "head": "colwise_gather"}, 13),
+    ],
+    ids=["rows", "columns", "sequence", "sequence head"],
+)
+def test_a_gradient_can_be_differentiated_again(plan: dict[str, str], num_cut: int) -> None:
+    """A sum of the second backward that is missing, or done twice."""
+    _check(run_ranks(_compare, 2, _language, _penalty_step, plan), num_cut)
 
 
 def _odd_sequence() -> None:

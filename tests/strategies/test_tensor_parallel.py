@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bigmodel import BigModelStrategy
-from lightning_bigmodel.testing import assert_parallel_equivalent, run_ranks
+from lightning_bigmodel.testing import RanksFailedError, assert_parallel_equivalent, run_ranks
 from tests.strategies.test_architectures import hf
 from tests.strategies.trainer_modules import trainer
 
@@ -142,3 +142,62 @@ def test_plans_that_do_not_fit_are_refused_on_every_rank(settings: dict[str, Any
     """An error on one rank while the other waits."""
     answers = run_ranks(_refused, 2, settings)
     assert all(said in answer for answer in answers), answers
+
+
+class Penalised(LightningModule):
+    """Adds a norm of gradients to its loss: by the input, or by weights."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
+            self.head = nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """A critic as of a WGAN-GP; samples are kept apart, so that a batch may be split."""
+        given = batch[0].requires_grad_()
+        hidden = given
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        score = self.head(hidden)
+        inputs = [given] if self.by == "input" else list(self.head.parameters())
+        inputs += [*self.blocks[0].parameters()] if self.by == "slices" else []  # type: ignore[operator]
+        gradients = torch.autograd.grad(score.sum(), inputs, create_graph=True)
+        penalty = sum((gradient.norm(dim=-1) - 1).square().mean() for gradient in gradients)
+        return score.mean() + penalty
+
+    def configure_optimizers(self) -> Any:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _penalised(by: str, layout: str) -> None:
+    world_size, settings = LAYOUTS[layout]
+    plan = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+    strategy = BigModelStrategy(tensor_parallel_size=2, tensor_plan=plan, **settings)
+    data = [torch.randn(8, 6, generator=torch.Generator().manual_seed(2))]
+    assert_parallel_equivalent(Penalised(by), data, strategy, world_size=world_size, timeout_seconds=60.0)
+
+
+@pytest.mark.parametrize(
+    ("by", "layout"),
+    [
+        ("input", "tensor"),
+        ("input", "tensor_replicas"),
+        ("input", "tensor_zero2"),
+        ("input", "tensor_zero3"),
+        ("weights", "tensor"),
+    ],
+)
+def test_gradient_penalties(by: str, layout: str) -> None:
+    """The second backward goes through the exchanges of the first."""
+    _penalised(by, layout)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "tensor_zero3"])
+def test_a_penalty_on_gradients_of_slices_is_refused(layout: str) -> None:
+    """Its norm would be that of one rank's slice."""
+    with pytest.raises(RanksFailedError, match=r"`blocks.0.0.weight`"):
+        _penalised("slices", layout)
