@@ -13,7 +13,7 @@ from lightning_bigmodel.sharding.plan_trial import Call, Verdict, describe_call,
 from lightning_bigmodel.sharding.tensor import UnlistedModuleError, check_tensor_plan
 from lightning_bigmodel.sharding.tensor_styles import layer_of
 
-__all__ = ["THEIR_STYLES", "PlanSearch", "join_names", "record_calls"]
+__all__ = ["THEIR_STYLES", "PlanSearch", "join_names", "layer_sizes", "record_calls"]
 
 # What the transformers library calls its styles, and what they are here.
 THEIR_STYLES = {
@@ -90,13 +90,20 @@ def _counts(name: str, value: Any) -> bool:
 class PlanSearch:
     """Finds what can be cut, module by module, smallest first.
 
+    Args:
+        module: The module.
+        calls: What one module of each kind was called with.
+        order: Names of modules in the order of their first calls.
+        size: Number of ranks, if known.
+
     Attributes:
         reasons: Why candidates were left whole: name of a module -> what its last trial found.
     """
 
-    def __init__(self, module: nn.Module, calls: dict[str, Call], order: list[str]) -> None:
+    def __init__(self, module: nn.Module, calls: dict[str, Call], order: list[str], size: int | None = None) -> None:
         self.reasons: dict[str, str] = {}
         self._module = module
+        self._size = size
         self._modules = dict(module.named_modules())
         self._calls = calls
         self._position = {name: position for position, name in enumerate(order)}
@@ -108,8 +115,8 @@ class PlanSearch:
         self._kinds: dict[type, dict[str, str]] = {}
         self._pending: list[str] = []
 
-    def adopt(self, theirs: dict[str, str], size: int | None) -> dict[str, str]:
-        """Keep of a model's own plan what passes, and its embeddings and heads if `size`, where known, divides them."""
+    def adopt(self, theirs: dict[str, str]) -> dict[str, str]:
+        """Keep of a model's own plan what passes, and embeddings and heads if the size, where known, divides them."""
         groups: dict[str, dict[str, str]] = {}
         for name, style in theirs.items():
             parent, _, own = name.rpartition(".")
@@ -133,7 +140,7 @@ class PlanSearch:
             if signature in known:
                 self._accept(parent, *known[signature])
         self._settle()
-        return self._found | self._lone(alone, size or 1)
+        return self._found | self._lone(alone, self._size or 1)
 
     def explore(self) -> dict[str, str]:
         """Look for pairs in every module that was called, the inner ones first."""
@@ -199,9 +206,9 @@ class PlanSearch:
 
     def _pair(self, name: str, columns: list[str], row: str) -> tuple[dict[str, str], Verdict] | None:
         parent = self._modules[name]
-        _, wanted = _sizes(parent.get_submodule(row))
-        choices = [list(_column_styles(_sizes(parent.get_submodule(column))[0], wanted)) for column in columns]
-        if not all(choices) or not any(_sizes(parent.get_submodule(column))[0] >= wanted for column in columns):
+        _, wanted = layer_sizes(parent.get_submodule(row))
+        choices = [list(_column_styles(layer_sizes(parent.get_submodule(column))[0], wanted)) for column in columns]
+        if not all(choices) or not any(layer_sizes(parent.get_submodule(column))[0] >= wanted for column in columns):
             return None
         for index in range(max(map(len, choices))):
             plan = {
@@ -234,15 +241,17 @@ class PlanSearch:
 
     def _trial(self, name: str, plan: dict[str, str]) -> Verdict:
         module = self._modules[name]
-        why = ""
-        for size in (2, 3, 5):
+        why: dict[int, str] = {}
+        # What is right for the parts of two ranks is right for those of more. The real number comes last, as it costs
+        # more, and where it does not divide either it is the one to speak of.
+        for size in dict.fromkeys((2, 3, 5, self._size or 2)):
             try:
                 check_tensor_plan(module, plan, size)
             except ValueError as error:
-                why = str(error)
+                why[size] = str(error)
                 continue
             return try_plan(module, plan, self._calls[name], size)
-        return Verdict(False, why=why)
+        return Verdict(False, why=why[self._size or 2])
 
     def _accept(self, name: str, plan: dict[str, str], verdict: Verdict) -> None:
         if not verdict.is_right:
@@ -327,7 +336,7 @@ def _column_styles(width: int, wanted: int) -> Iterator[str]:
         yield f"colwise:{wanted},{(width - wanted) // 2},{(width - wanted) // 2}"
 
 
-def _sizes(module: nn.Module) -> tuple[int, int]:
+def layer_sizes(module: nn.Module) -> tuple[int, int]:
     """Output and input features of a layer."""
     layer = layer_of(module)
     assert layer is not None

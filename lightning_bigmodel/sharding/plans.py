@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_bigmodel.sharding.plan_search import THEIR_STYLES, PlanSearch, join_names, record_calls
+from lightning_bigmodel.sharding.plan_search import THEIR_STYLES, PlanSearch, join_names, layer_sizes, record_calls
 from lightning_bigmodel.sharding.tensor_styles import layer_of
 
 __all__ = ["find_tensor_plan"]
@@ -46,11 +46,11 @@ def find_tensor_plan(module: nn.Module, run_step: Callable[[], Any], size: int |
         plan = find_tensor_plan(model, lambda: model(tokens))
         assert plan["layers.*.mlp.up_proj"] == "colwise"
     """
-    search = PlanSearch(module, *record_calls(module, run_step))
+    search = PlanSearch(module, *record_calls(module, run_step), size)
     theirs = _their_plan(module)
-    found = (search.adopt(theirs, size) if theirs else {}) or search.explore()
+    found = (search.adopt(theirs) if theirs else {}) or search.explore()
     if not found:
-        raise ValueError(_nothing_found(module, search.reasons))
+        raise ValueError(_nothing_found(module, search.reasons, size))
     return _patterns(found, [name for name, _ in module.named_modules()])
 
 
@@ -93,20 +93,19 @@ def _patterns(plan: dict[str, str], names: Iterable[str]) -> dict[str, str]:
     return result
 
 
-def _nothing_found(module: nn.Module, reasons: dict[str, str]) -> str:
-    linears = [
-        name for name, found in module.named_modules() if (la := layer_of(found)) is not None and la.kind == "linear"
-    ]
+def _nothing_found(module: nn.Module, reasons: dict[str, str], size: int | None) -> str:
+    modules = dict(module.named_modules())
+    linears = [name for name, found in modules.items() if (la := layer_of(found)) is not None and la.kind == "linear"]
     message = "`tensor_plan='auto'` found no layers that can be cut over ranks."
     if reasons:
         name, why = next(iter(reasons.items()))
-        message += f" For example {name or type(module).__name__!r}: {why}."
-    if len(linears) >= 2:
-        pair = _patterns({linears[0]: "colwise", linears[1]: "rowwise"}, linears)
+        message += f" For example {name or type(module).__name__!r}: {why.rstrip('.')}."
+    if len(linears) < 2:
+        return message + " It has fewer than two linear layers; choose `tensor_parallel_size=1`."
+    widths = layer_sizes(modules[linears[0]])[0], layer_sizes(modules[linears[1]])[1]
+    if not any(width % (size or 1) for width in widths):
+        pair = _patterns({linears[0]: "colwise", linears[1]: "rowwise"}, modules)
         message += (
             f" Write the plan yourself, for example `tensor_plan={pair}` if the second layer reads the first's output."
         )
-        message += f" Layers with weights to cut: {', '.join(_patterns(dict.fromkeys(linears, ''), linears))}."
-    else:
-        message += " It has fewer than two linear layers; choose `tensor_parallel_size=1`."
-    return message
+    return message + f" Layers with weights to cut: {', '.join(_patterns(dict.fromkeys(linears, ''), modules))}."

@@ -209,6 +209,20 @@ def test_layers_that_never_run_or_are_not_there() -> None:
         find_tensor_plan(module, lambda: module["second"](module["first"](torch.ones(2, 4))))
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_is_said_of_sizes_is_of_the_size_asked_for(size: int) -> None:
+    """Advice to run on a number of ranks that nobody has."""
+    module = nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8))
+    with pytest.raises(ValueError, match=f"`tensor_parallel_size={size}` does not divide") as caught:
+        find_tensor_plan(module, lambda: module(torch.ones(2, 8)), size)
+    said = str(caught.value)
+    assert said.count("tensor_parallel_size=") == 1
+    assert ".." not in said
+    assert "Write the plan yourself" not in said  # a plan that does not divide either
+    assert said.endswith("Layers with weights to cut: 0, 2.")
+    assert find_tensor_plan(module, lambda: module(torch.ones(2, 8)), 7) == {"0": "colwise", "2": "rowwise"}
+
+
 def test_the_search_leaves_no_trace() -> None:
     """Hooks left behind cost each step; numbers drawn shift every later one."""
     module = nn.Sequential(Attention(dropout=0.5), Mlp(dropout=0.5))
