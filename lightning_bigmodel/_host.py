@@ -421,6 +421,18 @@ def first_loader(trainer: pl.Trainer) -> tuple[Any, str]:
     return (loaders[0] if loaders else None), step_name
 
 
+def why_no_first_loader(trainer: pl.Trainer) -> str:
+    """Why there is no one loader whose batches `first_loader` could give; or ""."""
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    if trainer.state.fn != TrainerFn.FITTING:
+        return ""
+    trainer.fit_loop.setup_data()
+    loaders = trainer.fit_loop._combined_loader
+    num_loaders = 0 if loaders is None else len(loaders.flattened)
+    return "" if num_loaders == 1 else f"its training data comes from {num_loaders} loaders"
+
+
 def callbacks(trainer: pl.Trainer) -> list[Any]:
     """The Trainer's callbacks; an attribute set at run time, which type checkers do not see."""
     return list(trainer.callbacks)  # type: ignore[attr-defined]

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
-from lightning_bigmodel.sharding.plan_trial import Call, Verdict, describe_call, try_plan
+from lightning_bigmodel.sharding.plan_calls import Call, describe_call
+from lightning_bigmodel.sharding.plan_trial import Verdict, try_plan
 from lightning_bigmodel.sharding.tensor import UnlistedModuleError, check_tensor_plan
 from lightning_bigmodel.sharding.tensor_styles import layer_of
 
-__all__ = ["THEIR_STYLES", "PlanSearch", "join_names", "layer_sizes", "record_calls"]
+__all__ = ["THEIR_STYLES", "PlanSearch", "join_names", "kind_of", "layer_sizes", "record_calls"]
 
 # What the transformers library calls its styles, and what they are here.
 THEIR_STYLES = {
@@ -55,7 +56,7 @@ def record_calls(module: nn.Module, run_step: Callable[[], Any]) -> tuple[dict[s
         return keep
 
     handles = [
-        found.register_forward_pre_hook(hook(name, _signature(found)), with_kwargs=True)
+        found.register_forward_pre_hook(hook(name, kind_of(found)), with_kwargs=True)
         for name, found in module.named_modules()
     ]
     state = capture_rng()
@@ -69,7 +70,7 @@ def record_calls(module: nn.Module, run_step: Callable[[], Any]) -> tuple[dict[s
     return calls, order
 
 
-def _signature(module: nn.Module) -> Any:
+def kind_of(module: nn.Module) -> Any:
     """Equal for modules of which one trial speaks for all: layers of one stack."""
     return tuple(
         (
@@ -108,7 +109,7 @@ class PlanSearch:
         self._calls = calls
         self._position = {name: position for position, name in enumerate(order)}
         # Of modules that are alike the one whose call was kept.
-        self._twins = {_signature(self._modules[name]): name for name in calls}
+        self._twins = {kind_of(self._modules[name]): name for name in calls}
         self._found: dict[str, str] = {}
         # Plans that are right if the neighbours are cut alike, by kind of module: names within it -> style; and the
         # modules of these kinds.
@@ -130,7 +131,7 @@ class PlanSearch:
             if any(style not in THEIR_STYLES.values() for style in plan.values()):
                 self.reasons[parent] = "its plan has styles that are not supported"
                 continue
-            signature = _signature(self._modules[parent])
+            signature = kind_of(self._modules[parent])
             if signature not in known and parent in self._calls:
                 known[signature] = self._try(parent, plan)
                 for parts in ("colwise:1", "colwise:3", "colwise:2"):
@@ -152,7 +153,7 @@ class PlanSearch:
             layers = [own for own in self._layers(name) if join_names(name, own) not in used]
             if not 2 <= len(layers) <= _MAX_LAYERS:
                 continue
-            signature = (_signature(found), tuple(layers))
+            signature = (kind_of(found), tuple(layers))
             if signature not in known and type(found) in self._kinds:
                 # Its kind hands on what is cut, and so it may not pass alone: tried together in the end.
                 self._pending.append(name)
@@ -271,7 +272,7 @@ class PlanSearch:
             ancestor = name
             while ancestor:
                 ancestor = ancestor.rpartition(".")[0]
-                twin = self._twins.get(_signature(self._modules[ancestor]))
+                twin = self._twins.get(kind_of(self._modules[ancestor]))
                 if ancestor not in self._position or twin is None:
                     continue
                 inside = self._inside(ancestor)

@@ -7,39 +7,25 @@ parameter and of the input must agree.
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bigmodel import _host
+from lightning_bigmodel.sharding.plan_calls import Call, make_values, tensors_in
+from lightning_bigmodel.sharding.plan_copies import copy_module, why_not_copied
 from lightning_bigmodel.sharding.tensor import UnlistedModuleError, cut_module
 
-__all__ = ["Call", "Verdict", "describe_call", "tensors_in", "try_plan"]
+__all__ = ["Verdict", "try_plan", "why_not_repeatable"]
 
 _TOLERANCE = 1e-4
 _SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class _Random:
-    """Stands for a tensor of numbers; only its shape matters."""
-
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a module was called with, without the memory of its activations."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,19 +37,26 @@ class Verdict:
         gives_slices: Whether further outputs are this rank's slice of the whole ones, such as a bias for each head that
             is handed to the next layer. The plan is right only where whoever takes them is cut alike.
         why: What disagreed.
+        disagrees: Whether both ran and numbers differed, instead of an error or another shape.
+        is_further: Whether it was a further output only, and no gradient.
     """
 
     is_right: bool
     gives_slices: bool = False
     why: str = ""
+    disagrees: bool = False
+    is_further: bool = False
 
 
-def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """Keep what a trial needs of a call: shapes of floating-point tensors, values of the rest."""
-    return Call(tuple(_describe(value) for value in args), {name: _describe(value) for name, value in kwargs.items()})
-
-
-def try_plan(module: nn.Module, plan: Mapping[str, str], call: Call, size: int) -> Verdict:
+def try_plan(
+    module: nn.Module,
+    plan: Mapping[str, str],
+    call: Call,
+    size: int,
+    *,
+    tolerance: float = _TOLERANCE,
+    seed: int = 0,
+) -> Verdict:
     """Compare a module that is cut over `size` ranks with the whole one, in evaluation mode and 32 bits on the CPU.
 
     Takes memory for two copies of the module's parameters. Draws nothing from the global generators.
@@ -73,35 +66,74 @@ def try_plan(module: nn.Module, plan: Mapping[str, str], call: Call, size: int) 
         plan: As of `apply_tensor_plan`, for this module.
         call: What the module is called with.
         size: Number of ranks.
+        tolerance: Largest difference allowed, relative to what is larger of 1 and the largest number.
+        seed: Other ones give other random weights and inputs.
 
     Raises:
         UnlistedModuleError: If a module runs on cut activations that the plan does not mention.
         ValueError: If the plan cannot be followed at all.
     """
-    if any("forward" in vars(found) for found in module.modules()):
-        return Verdict(False, why="a forward is replaced on the instance, which a copy would not follow")
-    if not all(parameter.is_floating_point() for parameter in module.parameters()):
-        return Verdict(False, why="parameters are not floating-point numbers")
+    why = why_not_copied(module, call)
+    if why:
+        return Verdict(False, why=why)
     # A thread of its own: modes such as FakeTensorMode hold for the caller's.
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(_try_plan, module, plan, call, size).result()
+        return executor.submit(_try_plan, module, plan, call, size, tolerance, seed).result()
 
 
-def _try_plan(module: nn.Module, plan: Mapping[str, str], call: Call, size: int) -> Verdict:
+def why_not_repeatable(module: nn.Module, call: Call, *, tolerance: float = _TOLERANCE) -> str:
+    """Why two copies of the whole module, run alike, need not give the same, so that a trial tells nothing; or "".
+
+    Memory and time: those of a trial.
+    """
+    why = why_not_copied(module, call)
+    if why:
+        return why
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_why_not_repeatable, module, call, tolerance).result()
+
+
+def _why_not_repeatable(module: nn.Module, call: Call, tolerance: float) -> str:
+    state = torch.get_rng_state()
+    results: list[tuple[list[Tensor], Tensor | None]] = []
+    for _ in range(2):
+        twin = copy_module(module, lambda parameter: _random_parameter(parameter, 0), {}).eval()
+        try:
+            results.append(_run(twin, call, 0))
+        except Exception as error:  # whatever user code raises on random numbers
+            return f"{type(error).__name__}: {error}"
+    if not torch.equal(state, torch.get_rng_state()):
+        return "it draws random numbers"
+    (one, one_gradient), (other, other_gradient) = results
+    pairs = list(zip(one, other, strict=True))
+    if one_gradient is not None and other_gradient is not None:
+        pairs.append((one_gradient, other_gradient))
+    if not all(_agree(first, second, tolerance) for first, second in pairs):
+        return "on random numbers it does not give the same twice"
+    return ""
+
+
+def _try_plan(
+    module: nn.Module, plan: Mapping[str, str], call: Call, size: int, tolerance: float, seed: int
+) -> Verdict:
     # The generators of all threads are one; ranks that drew from it would disturb the caller's.
-    whole = _copy(module, _random_parameter, {}).eval()
+    whole = copy_module(module, lambda parameter: _random_parameter(parameter, seed), {}).eval()
+    meeting = _Meeting(size)
+    # Made before the whole one runs, which may count its calls. Memory is shared with it until a parameter is cut.
+    copies = [copy_module(whole, lambda parameter: nn.Parameter(parameter.detach()), {}).eval() for _ in range(size)]
+    foreign: list[nn.Parameter] = []
     try:
-        outputs, gradient = _run(whole, call)
+        outputs, gradient = _run(whole, call, seed, foreign=foreign)
     except Exception as error:  # whatever user code raises on random numbers
         return Verdict(False, why=f"whole: {type(error).__name__}: {error}")
-    meeting = _Meeting(size)
-    # Memory is shared with the whole copy until a parameter is cut.
-    copies = [_copy(whole, lambda parameter: nn.Parameter(parameter.detach()), {}).eval() for _ in range(size)]
+    if foreign:
+        # Such as a function that was made where the module was: the copies would all run the module itself.
+        return Verdict(False, why="it reaches parameters by a way that copies do not follow")
     slices = [cut_module(found, plan, _ThreadExchange(meeting, rank)) for rank, found in enumerate(copies)]
 
     def run(rank: int) -> tuple[list[Tensor], Tensor | None]:
         try:
-            return _run(copies[rank], call, outputs, rank, size)
+            return _run(copies[rank], call, seed, outputs, rank, size)
         except BaseException:
             meeting.barrier.abort()
             raise
@@ -116,7 +148,7 @@ def _try_plan(module: nn.Module, plan: Mapping[str, str], call: Call, size: int)
             raise cause
         return Verdict(False, why=f"cut: {type(cause).__name__}: {cause}")
     results = [future.result() for future in futures]
-    gives_slices = False
+    gives_slices, further = False, ""
     for rank, (own, own_gradient) in enumerate(results):
         if len(own) != len(outputs):
             return Verdict(False, why=f"{len(own)} outputs for {len(outputs)}")
@@ -126,10 +158,12 @@ def _try_plan(module: nn.Module, plan: Mapping[str, str], call: Call, size: int)
                 if index == 0 or share is None:
                     return Verdict(False, why=f"output {index} has shape {tuple(value.shape)}")
                 expected, gives_slices = share, True
-            if not _agree(value, expected):
-                return Verdict(False, why=f"output {index} disagrees")
-        if gradient is not None and (own_gradient is None or not _agree(own_gradient, gradient)):
-            return Verdict(False, why="the gradient of the input disagrees")
+            if not _agree(value, expected, tolerance):
+                if index == 0:
+                    return Verdict(False, why="output 0 disagrees", disagrees=True)
+                further = further or f"output {index} disagrees"
+        if gradient is not None and (own_gradient is None or not _agree(own_gradient, gradient, tolerance)):
+            return Verdict(False, why=further or "the gradient of the input disagrees", disagrees=True)
     parameters = [dict(found.named_parameters()) for found in copies]
     for name, parameter in whole.named_parameters():
         owns = [found[name] for found in parameters]
@@ -138,8 +172,10 @@ def _try_plan(module: nn.Module, plan: Mapping[str, str], call: Call, size: int)
         if any(owns[0] is partial for partial in slices[0].partial_gradients):
             gradients = [torch.stack(gradients).sum(0)]
         for rank, value in enumerate(gradients):
-            if not _agree(value, slices[rank].slice_full(owns[rank], expected)):
-                return Verdict(False, why=f"the gradient of {name!r} disagrees")
+            if not _agree(value, slices[rank].slice_full(owns[rank], expected), tolerance):
+                return Verdict(False, why=further or f"the gradient of {name!r} disagrees", disagrees=True)
+    if further:
+        return Verdict(False, why=further, disagrees=True, is_further=True)
     return Verdict(True, gives_slices)
 
 
@@ -176,17 +212,36 @@ class _ThreadExchange:
 
 
 def _run(
-    module: nn.Module, call: Call, whole: list[Tensor] | None = None, rank: int = 0, size: int = 1
+    module: nn.Module,
+    call: Call,
+    seed: int,
+    whole: list[Tensor] | None = None,
+    rank: int = 0,
+    size: int = 1,
+    foreign: list[nn.Parameter] | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Outputs and the gradient of the first input; parameters get theirs. `whole` are the whole module's outputs."""
-    generator = torch.Generator().manual_seed(1)
-    args = _make(call.args, generator)
-    kwargs = _make(call.kwargs, generator)
+    """Outputs and the gradient of the first input; parameters get theirs.
+
+    Args:
+        module: A copy.
+        call: What to call it with.
+        seed: Of inputs and of the weights of outputs.
+        whole: The whole module's outputs.
+        rank: The rank that is played.
+        size: Number of ranks.
+        foreign: Takes parameters that the outputs depend on and that are not the module's.
+    """
+    generator = torch.Generator().manual_seed(1 + 10 * seed)
+    args = make_values(call.args, generator)
+    kwargs = make_values(call.kwargs, generator)
     first = next((t for t in tensors_in((args, kwargs)) if t.is_floating_point() and t.dim() > 1), None)
     if first is not None:
         first.requires_grad_()
-    outputs = [t for t in tensors_in(module(*args, **kwargs)) if t.is_floating_point()]
-    generator.manual_seed(2)
+    method = module if call.method is None else getattr(module, call.method)
+    # A step may talk to other ranks, which are not here; a module that does is found by the search on all of them.
+    with nullcontext() if call.method is None else _NoCollectives():  # type: ignore[no-untyped-call]
+        outputs = [t for t in tensors_in(method(*args, **kwargs)) if t.is_floating_point()]
+    generator.manual_seed(2 + 10 * seed)
     loss = torch.zeros(())
     for output, expected in zip(outputs, whole or outputs, strict=False):
         weights: Tensor | None = torch.randn(expected.shape, generator=generator)
@@ -197,8 +252,35 @@ def _run(
             loss = loss + (output * weights).sum()
     if not loss.requires_grad:
         raise ValueError("no output depends on a parameter")
-    loss.backward()
+    own = {id(parameter): parameter for parameter in module.parameters()}
+    if foreign is not None:
+        foreign += [found for found in _leaves(loss) if isinstance(found, nn.Parameter) and id(found) not in own]
+    # Into these only: a parameter of the real module that a copy reaches keeps its gradient.
+    loss.backward(inputs=[tensor for tensor in (*own.values(), first) if tensor is not None and tensor.requires_grad])
     return [output.detach() for output in outputs], None if first is None else first.grad
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refuses to talk to other ranks."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError("it talks to other ranks")
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Leaves of an autograd graph."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _share(tensor: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor | None:
@@ -209,107 +291,15 @@ def _share(tensor: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor | 
     return None
 
 
-def _agree(value: Tensor, expected: Tensor) -> bool:
+def _agree(value: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if not expected.numel():
+        return value.shape == expected.shape
     # NaN disagrees.
-    return bool((value - expected).abs().max() <= _TOLERANCE * max(1.0, expected.abs().max().item()))
+    return bool((value - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item()))
 
 
-def _random_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(sum(parameter.shape))
+def _random_parameter(parameter: nn.Parameter, seed: int) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(sum(parameter.shape) + 1000 * seed)
     noise = torch.randn(parameter.shape, generator=generator)
     # Of weights, so that activations neither vanish nor saturate; of norms and biases, away from 0 and 1.
     return nn.Parameter(noise / max(1, min(parameter.shape)) ** 0.5 if parameter.dim() > 1 else 1 + 0.3 * noise)
-
-
-def _copy(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter], memo: dict[int, Any]) -> nn.Module:
-    """A copy with other parameters and without hooks; what else it refers to is shared."""
-    if id(module) in memo:
-        found: nn.Module = memo[id(module)]
-        return found
-    twin: nn.Module = type(module).__new__(type(module))
-    memo[id(module)] = twin
-    state = dict(vars(module))
-    for name in state:
-        if name.startswith("_") and "_hooks" in name:
-            state[name] = OrderedDict()
-    parameters: dict[str, nn.Parameter | None] = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in memo:
-            memo[id(parameter)] = make(parameter)
-        parameters[name] = None if parameter is None else memo[id(parameter)]
-    buffers: dict[str, Tensor | None] = {}
-    for name, buffer in module._buffers.items():
-        buffers[name] = None if buffer is None else _value(buffer)
-    vars(twin).update(state)
-    vars(twin).update(
-        _parameters=parameters,
-        _buffers=buffers,
-        _modules={name: None if child is None else _copy(child, make, memo) for name, child in module._modules.items()},
-    )
-    return twin
-
-
-def _value(tensor: Tensor) -> Tensor:
-    """A copy of a tensor's numbers; of one that has none, zeros or random ones."""
-    if not _host.is_fake(tensor) and tensor.device.type != "meta":
-        return tensor.detach().cpu().clone()
-    if tensor.is_floating_point():
-        return torch.randn(tuple(tensor.shape), generator=torch.Generator().manual_seed(4))
-    return (
-        torch.zeros(tuple(tensor.shape), dtype=tensor.dtype) == 0
-        if tensor.dtype == torch.bool
-        else torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
-    )
-
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Random(tuple(value.shape)) if value.is_floating_point() else _value(value)
-    if isinstance(value, nn.Module):
-        return value
-    return _map(value, _describe, _copied)
-
-
-def _make(value: Any, generator: torch.Generator) -> Any:
-    if isinstance(value, _Random):
-        return torch.randn(value.shape, generator=generator)
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, nn.Module):
-        return value
-    return _map(value, lambda item: _make(item, generator), _copied)
-
-
-def _map(value: Any, change: Callable[[Any], Any], otherwise: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[change(item) for item in value])
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(change(item) for item in value)
-    if type(value) in (dict, OrderedDict):
-        return type(value)((name, change(item)) for name, item in value.items())
-    return otherwise(value)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of an object such as a cache, which a forward may write; itself where it cannot be copied."""
-    if value is None or isinstance(value, (int, float, str, torch.dtype, torch.device)) or callable(value):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # objects of any library
-        return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in containers, dataclasses and mappings, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))

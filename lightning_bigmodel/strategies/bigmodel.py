@@ -61,6 +61,7 @@ from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
 from lightning_bigmodel.sharding.optimizers import adapt_optimizer, check_parts
+from lightning_bigmodel.sharding.plan_check import has_pairs
 from lightning_bigmodel.sharding.tensor import check_tensor_plan
 from lightning_bigmodel.sharding.units import find_blocks
 from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
@@ -82,7 +83,13 @@ from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, mixed_precision_rule, named_blocks
-from lightning_bigmodel.strategies.tensor import TensorRun, check_tensor_settings, find_plan
+from lightning_bigmodel.strategies.tensor import (
+    TensorRun,
+    check_tensor_settings,
+    find_plan,
+    log_untried,
+    try_given_plan,
+)
 from lightning_bigmodel.strategies.watching import GradientWatching
 
 __all__ = ["BigModelStrategy"]
@@ -119,7 +126,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             `"all"` takes every rank.
         tensor_parallel_size: Ranks each layer of a plan is split over; they see the same batches.
         tensor_plan: `"auto"`: the plan a transformers model brings, or what is found in the module and proves right;
-            or module name patterns and styles (`sharding.tensor.STYLES`).
+            or module name patterns and styles (`sharding.tensor.STYLES`), which are tried out on the first batch where
+            that is possible (`sharding.plan_check`).
         zero_stage: What the data ranks shard instead of replicate: 0 nothing, 1 optimizer state, 2 also gradients,
             3 also parameters.
         data_replicate_size: With `zero_stage` above 0, whole-model replicas; the data ranks of each shard one model.
@@ -256,6 +264,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 "Give the pipeline a number of ranks."
             )
         self._tensor_parallel_size, self._tensor_plan = tensor_parallel_size, tensor_plan
+        self._plan_is_tried = False
         self.num_nodes = 1
         self._pipeline_parallel_size = pipeline_parallel_size
         self._finds_microbatches = num_microbatches == "auto"
@@ -429,27 +438,31 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 "`tensor_plan={pattern: style}`."
             )
         plan = dict(self._tensor_plan) if isinstance(self._tensor_plan, Mapping) else {}
+        tries_plan = bool(plan) and self._can_try_plan(trainer, plan)
         weight = self._microbatch_weight
         finds_labels = isinstance(weight, TokenWeight) and trainer.state.fn == TrainerFn.FITTING
-        if self.engine.num_stages > 1 or finds_plan or finds_labels:
+        needs_batch = self.engine.num_stages > 1 or finds_plan or finds_labels
+        if needs_batch or tries_plan:
             # What setting the loaders up draws, one process draws too; what comes after it does not.
             loader, step_name = _host.first_loader(trainer)
             state = capture_rng()
             batch = loader.peek() if isinstance(loader, MeshLoader) else None
             # The first rank that has one: loaders of the user's own may be empty on some.
             sources = [rank for rank, has_batch in enumerate(self._from_all_ranks(batch is not None)) if has_batch]
-            if not sources:
+            if needs_batch and not sources:
                 raise ValueError(
                     "The data loader gave no batch. A model is cut on the first batch of the run; give it at least one."
                 )
-            batch = self.broadcast(batch, sources[0])
+            batch = self.broadcast(batch, sources[0] if sources else 0)
             restore_rng(state)
             with _host.silent_loggers(trainer), seeded_rng(self._seed):
-                batch = _host.transfer_batch(trainer, batch)
+                batch = _host.transfer_batch(trainer, batch) if sources else None
                 step = self._step(step_name, (batch, 0))
                 if isinstance(weight, TokenWeight) and finds_labels:
                     weight.resolve(self.engine.root, batch, step, self.root_device)
-                self.engine.partition(batch, step)
+                self.engine.partition(*((batch, step) if needs_batch else (None, lambda _: None)))
+                if tries_plan and sources:
+                    self._try_plan(plan, batch, step, step_name)
                 if finds_plan:
                     plan = find_plan(self.engine.root, self.mesh.layout.tensor, batch, step, self.root_device)
             plan = self.broadcast(plan)
@@ -463,6 +476,32 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             self._materialize(trainer)
         self._tensor = TensorRun(self.engine.root, plan, self.mesh) if self.mesh.layout.tensor > 1 else None
         self.engine.planner.tracing = lambda: _host.traced(trainer)
+
+    def _can_try_plan(self, trainer: pl.Trainer, plan: Mapping[str, str]) -> bool:
+        """Whether a plan that was given has pairs of layers to try out; what stands in the way is logged."""
+        size, module = self.mesh.layout.tensor, self.engine.root
+        is_tried = self._plan_is_tried and trainer.state.fn != TrainerFn.FITTING
+        if size == 1 or is_tried or not has_pairs(module, plan, size):
+            return False
+        why = "" if module.automatic_optimization else "its manual optimization cannot run without an optimizer"
+        why = why or _host.why_no_first_loader(trainer)
+        if why:
+            log_untried((f"{type(module).__name__}: {why}",))
+        return not why
+
+    def _try_plan(self, plan: Mapping[str, str], batch: Any, step: Callable[[Any], Any], step_name: str) -> None:
+        """On one rank, which tells the others: trials take memory and every processor there is."""
+        module, size = self.engine.root, self.mesh.layout.tensor
+        rest = _host.step_arguments(getattr(module, step_name), (0,))
+        found = try_given_plan(
+            module, plan, size, batch, step, (step_name, rest), self.root_device, tries=self.global_rank == 0
+        )
+        wrong, untried = self.broadcast((found.wrong, found.untried))
+        if wrong:
+            raise ValueError(wrong)
+        if untried:
+            log_untried(untried)
+        self._plan_is_tried = True
 
     def _materialize(self, trainer: pl.Trainer) -> None:
         """Memory and first values for what this rank holds; where it keeps rows only, they are made unit by unit."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_bigmodel.checkpoint import Region, RegionLayout
 from lightning_bigmodel.mesh import RankMesh
+from lightning_bigmodel.pipeline.microbatch import batch_size, split_batch
 from lightning_bigmodel.pipeline.trace import call_order
 from lightning_bigmodel.pipeline.tree import map_tensors
 from lightning_bigmodel.sharding.optimizers import check_slices
+from lightning_bigmodel.sharding.plan_calls import describe_call
+from lightning_bigmodel.sharding.plan_check import Judgement, judge_plan
+from lightning_bigmodel.sharding.plan_search import record_calls
 from lightning_bigmodel.sharding.plans import find_tensor_plan
 from lightning_bigmodel.sharding.tensor import SlicedParameter, TensorSlices, apply_tensor_plan
 from lightning_bigmodel.sharding.tensor_guard import SliceGuard
 from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 
-__all__ = ["TensorRun", "check_tensor_settings", "find_plan"]
+__all__ = ["TensorRun", "check_tensor_settings", "find_plan", "log_untried", "try_given_plan"]
 
 
 def check_tensor_settings(size: Any, plan: Any) -> None:
@@ -57,6 +62,64 @@ def find_plan(
         call_order(module, lambda: step(map_tensors(lambda t: t.detach().to(device, copy=True), batch)), device)
 
     return find_tensor_plan(module, run_step, size)
+
+
+def try_given_plan(
+    module: nn.Module,
+    plan: Mapping[str, str],
+    size: int,
+    batch: Any,
+    step: Callable[[Any], Any],
+    method: tuple[str, Sequence[Any]],
+    device: torch.device,
+    *,
+    tries: bool,
+) -> Judgement:
+    """Try a plan that was given on two samples of a batch, while the model is whole.
+
+    Args:
+        module: The module.
+        plan: Pattern -> style.
+        size: Number of tensor ranks.
+        batch: A batch.
+        step: The step, of a batch alone.
+        method: Name of the module's method that is the step, and its arguments after the batch.
+        device: Where steps run.
+        tries: Whether this rank does the trials. All ranks run the step once on fake tensors, as it may talk to others.
+
+    Raises:
+        ValueError: If the plan cannot be followed at all.
+    """
+    num_samples = batch_size(batch) or 1
+    few = split_batch(batch, max(1, num_samples // 2))[0]
+    failure = ""
+    for part in (few, batch):
+
+        def run_step(part: Any = part) -> None:
+            call_order(module, lambda: step(map_tensors(lambda t: t.detach().to(device, copy=True), part)), device)
+
+        try:
+            calls = record_calls(module, run_step)[0]
+        except Exception as error:  # whatever user code raises on fake tensors; a batch norm on few samples, say
+            failure = failure or f"{type(error).__name__}: {error}"
+            continue
+        if not tries:
+            return Judgement()
+        name, rest = method
+        try:
+            whole_step = describe_call((map_tensors(lambda t: t.detach().cpu(), part), *rest), {}, name)
+            return judge_plan(module, plan, size, calls, whole_step)
+        except Exception as error:  # whatever a module does that is looked at; a check must not end what is right
+            return Judgement(untried=(f"{type(module).__name__}: {type(error).__name__}: {error}",))
+    return Judgement(untried=(f"the step cannot be run without values ({failure})",))
+
+
+def log_untried(reasons: Sequence[str]) -> None:
+    """Say on the first rank which pairs of a plan are taken at their word."""
+    rank_zero_info(
+        "`tensor_plan` is taken at its word where it could not be tried out: what lies between a `colwise` and a "
+        f"`rowwise` layer must treat each feature by itself. {'; '.join(reasons)}."
+    )
 
 
 class TensorRun:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_bigmodel._host import FakeTensorMode
-from lightning_bigmodel.sharding.plan_trial import describe_call, try_plan
+from lightning_bigmodel.sharding.plan_calls import describe_call
+from lightning_bigmodel.sharding.plan_trial import try_plan
 from lightning_bigmodel.sharding.plans import find_tensor_plan
 from lightning_bigmodel.sharding.tensor import check_tensor_plan
 from lightning_bigmodel.testing import run_ranks

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bigmodel import BigModelStrategy
+from lightning_bigmodel.strategies import tensor
 from lightning_bigmodel.testing import RanksFailedError, assert_parallel_equivalent, run_ranks
 from tests.strategies.test_architectures import hf
 from tests.strategies.trainer_modules import trainer
@@ -201,3 +203,76 @@ def test_a_penalty_on_gradients_of_slices_is_refused(layout: str) -> None:
     """Its norm would be that of one rank's slice."""
     with pytest.raises(RanksFailedError, match=r"`blocks.0.0.weight`"):
         _penalised("slices", layout)
+
+
+class Mixed(LightningModule):
+    """Every feature meets every other between the layers of a pair; the step uses its layers itself, or a module."""
+
+    def __init__(self, mixes: bool, is_manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mixes, self.automatic_optimization = mixes, not is_manual
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.num_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """A sum of squares, twice."""
+        self.num_steps += 1
+        hidden = self.up(batch[0])
+        loss = (self.down(hidden.softmax(-1) if self.mixes else hidden.tanh()) - self.mlp(batch[0])).square().mean()
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _tried(mixes: bool, settings: dict[str, Any], is_manual: bool) -> dict[str, Any]:
+    said: list[str] = []
+    tensor.rank_zero_info = said.append  # in a process of its own
+    module = Mixed(mixes, is_manual)
+    plan = {"up": "colwise", "down": "rowwise", "mlp.0": "colwise", "mlp.2": "rowwise"}
+    data = DataLoader(TensorDataset(torch.randn(8, 8, generator=torch.Generator().manual_seed(0))), batch_size=4)
+    run = trainer(BigModelStrategy(tensor_parallel_size=2, tensor_plan=plan, **settings), dist.get_world_size())
+    torch.manual_seed(1)
+    error = ""
+    try:
+        run.fit(module, data)
+    except ValueError as refused:
+        error = str(refused)
+    return {
+        "error": error,
+        "num_steps": module.num_steps,
+        "shape": list(module.up.weight.shape),
+        "said": said,
+    }
+
+
+@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (4, {"zero_stage": 3})])
+def test_a_plan_of_ones_own_that_mixes_features_is_refused(world_size: int, settings: dict[str, Any]) -> None:
+    """A softmax over the features of one rank trains another model and says nothing."""
+    results = run_ranks(_tried, world_size, True, settings, False)
+    assert len({result["error"] for result in results}) == 1
+    for result in results:
+        assert "`tensor_plan` cuts 'up' (`colwise`) and 'down' (`rowwise`)" in result["error"]
+        assert "mlp" not in result["error"]
+        assert (result["num_steps"], result["shape"]) == (0, [16, 8])
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_plan_that_is_right_or_cannot_be_tried_is_taken(is_manual: bool) -> None:
+    """A right plan refused, or one taken at its word without a word."""
+    first, second = run_ranks(_tried, 2, False, {}, is_manual)
+    for result in (first, second):
+        assert result["error"] == ""
+        assert result["num_steps"] == 2  # those of the run: the trial counts on copies
+    assert len(first["said"]) == int(is_manual)
+    if is_manual:
+        assert "manual optimization cannot run without an optimizer" in first["said"][0]
