@@ -33,7 +33,9 @@ _SHAPES: dict[int, list[tuple[tuple[int, ...], int]]] = {
 }
 
 
-def why_rows_depend(optimizer: Optimizer, shards: Mapping[int, RowShard], *, inner_aside: bool = False) -> str | None:
+def why_rows_depend(
+    optimizer: Optimizer, shards: Mapping[int, RowShard], *, inner_aside: bool = False, columns: bool = False
+) -> str | None:
     """Steps copies of an optimizer on small tensors, whole and cut in two by rows, and compares.
 
     In the second step the gradients of the first part are a thousand times larger. What is seen may be less than what
@@ -43,6 +45,7 @@ def why_rows_depend(optimizer: Optimizer, shards: Mapping[int, RowShard], *, inn
         optimizer: The optimizer. It, its options and the random numbers of the process stay as they are.
         shards: By id of a parameter, which rows it is; for the number of dimensions of each.
         inner_aside: Whether to put SGD in the place of the optimizer that this one wraps.
+        columns: Whether to cut matrices by columns.
 
     Returns:
         Why a part of the rows cannot be treated alone, or None if that gives the same.
@@ -50,10 +53,14 @@ def why_rows_depend(optimizer: Optimizer, shards: Mapping[int, RowShard], *, inn
     try:
         with same_random_numbers(optimizer):
             dims = _dims(optimizer, shards)
-            whole, first, last = (_run(optimizer, dims, part, inner_aside) for part in ("whole", "first", "last"))
+            whole, first, last = (
+                _run(optimizer, dims, part, inner_aside, columns) for part in ("whole", "first", "last")
+            )
     except Exception as error:  # whatever a third party raises
         return f"it could not be tried on small tensors: {type(error).__name__}: {error}"
-    return _difference(whole, first, last, [[cut for dim in group for _, cut in _SHAPES[dim]] for group in dims])
+    return _difference(
+        whole, first, last, [[cut for dim in group for _, cut in _SHAPES[dim]] for group in dims], columns
+    )
 
 
 def why_parameters_depend(optimizer: Optimizer) -> str | None:
@@ -119,15 +126,26 @@ def _dims(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> list[list[int
     return result
 
 
-def _run(optimizer: Optimizer, dims: Sequence[Sequence[int]], part: str, inner_aside: bool) -> _Outcome:
+def _halves(tensor: Tensor, cut: int, columns: bool) -> tuple[Tensor, Tensor]:
+    """The first `cut` rows and the others, or, of a matrix, the halves by columns."""
+    if columns and tensor.dim() == 2:
+        cut = tensor.shape[1] // 2
+        return tensor[:, :cut], tensor[:, cut:]
+    return tensor[:cut], tensor[cut:]
+
+
+def _run(
+    optimizer: Optimizer, dims: Sequence[Sequence[int]], part: str, inner_aside: bool, columns: bool = False
+) -> _Outcome:
     """Returns the parameters of each group, and its numbers, after all steps."""
     generator = torch.Generator().manual_seed(0)
     device = next((each.device for group in optimizer.param_groups for each in group["params"]), torch.device("cpu"))
 
     def drawn(shape: tuple[int, ...], cut: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(shape, generator=generator)
-        values[:cut] *= scale
-        rows = {"first": values[:cut], "last": values[cut:]}.get(part, values)
+        first, last = _halves(values, cut, columns)
+        first *= scale
+        rows = {"first": first, "last": last}.get(part, values)
         return rows.clone().to(device)
 
     shapes = [[(shape, cut) for dim in group for shape, cut in _SHAPES[dim]] for group in dims]
@@ -156,27 +174,30 @@ def _run(optimizer: Optimizer, dims: Sequence[Sequence[int]], part: str, inner_a
     return [[parameter.detach() for parameter in group] for group in parameters], numbers
 
 
-def _difference(whole: _Outcome, first: _Outcome, last: _Outcome, cuts: Sequence[Sequence[int]]) -> str | None:
+def _difference(
+    whole: _Outcome, first: _Outcome, last: _Outcome, cuts: Sequence[Sequence[int]], columns: bool
+) -> str | None:
+    name = "columns" if columns else "rows"
     generator = torch.Generator().manual_seed(0)
     starts = [[torch.randn(each.shape, generator=generator).to(each.device) for each in group] for group in whole[0]]
     for index, groups in enumerate(zip(whole[0], first[0], last[0], cuts, starts, strict=True)):
         change = 0.0
         for together, upper, lower, cut, start in zip(*groups, strict=True):
-            for expected, got in ((together[:cut], upper), (together[cut:], lower)):
+            for expected, got in zip(_halves(together, cut, columns), (upper, lower), strict=True):
                 if not got.numel():
                     continue
                 if not (expected.isfinite().all() and got.isfinite().all()):
                     return "it gives values that are not finite on small tensors, so nothing can be told"
                 error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1.0))
                 if error > _TOLERANCE:
-                    return f"a part of the rows alone gives other values than among all rows (by {error:.1e})"
+                    return f"a part of the {name} alone gives other values than among all {name} (by {error:.1e})"
             change = max(change, float((together - start).abs().max()))
         if change < _LEAST_CHANGE:
             return f"it moves small tensors by {change:.1e} only in {_NUM_STEPS} steps, so nothing can be told"
         for key, value in whole[1][index].items():
             for other in (first[1][index].get(key), last[1][index].get(key)):
                 if other is None or abs(other - value) > _TOLERANCE * max(1e-30, abs(value)):
-                    return f"its option `{key}` takes other values for a part of the rows than for all"
+                    return f"its option `{key}` takes other values for a part of the {name} than for all"
     return None
 
 

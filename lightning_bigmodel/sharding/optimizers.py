@@ -114,7 +114,12 @@ def _why_not_on_slices(optimizer: Optimizer) -> str | None:
     inner = _inner(optimizer) if _kind(optimizer) == "unknown" else None
     if inner is not None and (reason := _why_not_on_slices(inner)) is not None:
         return f"it wraps `{type(inner).__name__}`: {reason}"
-    return _why_refused(optimizer, {})
+    reason = _why_refused(optimizer, {})
+    if reason is None and _kind(optimizer) == "unknown":
+        # A norm of each row, say, is right on rows and wrong on the slices of a `rowwise` layer.
+        inner_aside = inner is not None and _kind(inner) not in ("elementwise", "unknown")
+        reason = why_rows_depend(optimizer, {}, inner_aside=inner_aside, columns=True)
+    return reason
 
 
 def adapt_optimizer(

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bigmodel.sharding.optimizers import adapt_optimizer, check_slices
+from lightning_bigmodel.sharding.optimizers import adapt_optimizer, check_slices, is_elementwise
 from lightning_bigmodel.sharding.rows import RowShard
 from lightning_bigmodel.sharding.tensor_slices import HeldSlice, SlicedParameter
 from lightning_bigmodel.testing import CollectiveCounter, run_ranks
+from tests.sharding.test_optimizers import Lookahead, SignDescent
 
 # Name -> (shape, dimension that is cut or None, widths of the parts).
 _CUTS: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
@@ -207,10 +208,32 @@ def test_tensor_ranks_agree_on_which_gradients_there_are() -> None:
             assert "1 of the 2 ranks that hold parts of `rowwise` have a gradient" in message
 
 
+class RowNormed(Optimizer):
+    """Scales each row of a step by that row's norm: right on rows, wrong on columns."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norms = parameter.grad.norm(dim=-1, keepdim=True) if parameter.dim() > 1 else 1.0
+                    parameter.sub_(parameter.grad / norms, alpha=group["lr"])
+
+
 def test_what_cannot_be_made_exact_on_slices_is_refused() -> None:
     """It would train on with norms of slices."""
     weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(ValueError, match=r"`LBFGS` cannot train where `tensor_parallel_size`.*inner products"):
         check_slices(torch.optim.LBFGS([weight]))
-    for make in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon):
+    assert is_elementwise(RowNormed([weight]))
+    with pytest.raises(ValueError, match="a part of the columns alone gives other values"):
+        check_slices(RowNormed([weight]))
+    for make in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon, SignDescent):
         check_slices(make([weight]))
+    for inner in (torch.optim.AdamW, torch.optim.Adafactor):
+        check_slices(Lookahead(inner([weight])))
+    with pytest.raises(ValueError, match="it wraps `RowNormed`: a part of the columns"):
+        check_slices(Lookahead(RowNormed([weight])))
