@@ -42,9 +42,15 @@ __all__ = [
     "in_backward",
     "init_process_group",
     "is_fake",
+    "epoch_left",
+    "iterate_again",
     "load_loader_states",
+    "logged_results",
     "looks_at_gradients",
     "mark_schedule_initialized",
+    "restore_logged_results",
+    "restore_shown_metrics",
+    "num_batches_used",
     "num_evaluation_batches",
     "optimizers_to_device",
     "plain_batch_sampler",
@@ -56,6 +62,7 @@ __all__ = [
     "set_device",
     "set_device_mesh",
     "set_dtype",
+    "shown_metrics",
     "silence_deprecations",
     "silence_sync_advice",
     "silent_loggers",
@@ -519,6 +526,104 @@ def train_loader(trainer: pl.Trainer) -> Any:
     """The training loader, if there is exactly one."""
     combined = trainer.fit_loop._combined_loader
     return combined.flattened[0] if combined is not None and len(combined.flattened) == 1 else None
+
+
+def num_batches_used(trainer: pl.Trainer) -> int:
+    """Training batches of this epoch that a checkpoint saved now counts as done (Lightning 2.6 keeps it private)."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def epoch_left(trainer: pl.Trainer) -> tuple[bool, bool]:
+    """Of the epoch a resumed run begins in, asked when training starts: has it batches left, has it an end to come.
+
+    Lightning 2.6 takes an epoch whose last batch is done for over where the checkpoint was saved in
+    `on_train_batch_end`, and goes on with its end where it was saved after validation.
+    """
+    loop = trainer.fit_loop
+    inner = loop.epoch_loop
+    progress = inner.batch_progress
+    is_done = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+    within = bool(loop.restarted_mid_epoch)
+    return within and not is_done, within and not (is_done and inner.restarted_on_train_batch_end)
+
+
+def iterate_again(trainer: pl.Trainer) -> None:
+    """Let the training loop take a new iterator; it took one before the checkpoint was read (Lightning 2.6)."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+
+
+_LOGGED = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def logged_results(trainer: pl.Trainer) -> dict[str, Any]:
+    """What training has logged for the end of the epoch, as plain values and tensors (Lightning 2.6)."""
+    found: dict[str, Any] = {}
+    for key, entry in trainer.fit_loop.epoch_loop._results.items():
+        meta = entry.meta
+        if entry.has_reset or (not entry.is_tensor and meta.metric_attribute is None):
+            continue
+        found[key] = {
+            "options": {name: getattr(meta, name) for name in _LOGGED},
+            "reduction": meta.reduce_fx.__name__,
+            "sync": (meta.sync.should, meta.sync.rank_zero_only),
+            "value": entry.value.detach().cpu().clone() if entry.is_tensor else None,
+            "weight": entry.cumulated_batch_size.cpu().clone() if hasattr(entry, "cumulated_batch_size") else None,
+        }
+    return found
+
+
+def restore_logged_results(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+    """Put back what `logged_results` gave, before anything is logged; metrics have their states again by then."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    # The first batch of a loop resets what it logs; with this it passes for a later one.
+    trainer._logger_connector._first_loop_iter = True
+    results = trainer.fit_loop.epoch_loop._results
+    for key, old in saved.items():
+        meta = _Metadata(**old["options"], reduce_fx=old["reduction"])
+        should, rank_zero_only = old["sync"]
+        meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+        attribute = meta.metric_attribute
+        value: Any = old["value"].to(device) if attribute is None else module.get_submodule(attribute)
+        entry = results[key] = _ResultMetric(meta, is_tensor=attribute is None).to(device)
+        entry.value, entry._update_count = value, 1
+        if old["weight"] is not None:
+            entry.cumulated_batch_size = old["weight"].to(device)
+
+
+_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def shown_metrics(trainer: pl.Trainer) -> dict[str, Any]:
+    """The latest values of what was logged, for callbacks, loggers and the progress bar (Lightning 2.6)."""
+    connector = trainer._logger_connector
+    found = {}
+    for name in _SHOWN:
+        values = getattr(connector, name).items()
+        found[name] = {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in values}
+    return found
+
+
+def restore_shown_metrics(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+    """Put back what `shown_metrics` gave."""
+    device = trainer.strategy.root_device
+    for name, values in saved.items():
+        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        getattr(trainer._logger_connector, name).update(moved)
 
 
 def load_loader_states(trainer: pl.Trainer) -> None:

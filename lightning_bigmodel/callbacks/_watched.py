@@ -139,6 +139,20 @@ class WatchingCallback(Callback):
         if isinstance(strategy, BigModelStrategy):
             strategy.watch_gradients(self._watch)
 
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What this rank has seen of a window that is not over."""
+        watch = self._watch
+        if watch is None:
+            return {}
+        shares = (watch.weight, watch.small_share, watch.big_share)
+        return {"shares": shares, "small": watch.small.clone(), "num_batches": self._num_batches}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that window."""
+        if state and self._watch is not None:
+            self._watch.weight, self._watch.small_share, self._watch.big_share = state["shares"]
+            self._watch.small, self._num_batches = state["small"].clone(), state["num_batches"]
+
     def _read_groups(self) -> None:
         """Which parameter is in which group; asked before each batch, as callbacks may add groups."""
         groups = self._groups()

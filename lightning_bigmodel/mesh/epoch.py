@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_bigmodel.mesh.broadcast import Message, broadcast_message, digest_batch, pack_batch
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
 
-__all__ = ["EpochBatches", "LoadPlan", "Loaded", "share_batch", "source_rng"]
+__all__ = ["EpochBatches", "LoadPlan", "Loaded", "Position", "share_batch", "source_rng"]
 
 _NUM_CHECKED_BATCHES = 3
 _READY, _DRY, _FAILED = 0, 1, 2
@@ -56,6 +56,36 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where one rank was in an epoch, to come to the same place in another process.
+
+    Args:
+        num_batches: Batches that were used.
+        start_rng: Random state under which the epoch began; None on ranks that are sent their batches.
+        next_rng: Random state under which a further batch was loaded ahead of its use, if one was.
+        loader_state: What a loader that keeps its own position says.
+    """
+
+    num_batches: int
+    start_rng: RngState | None = None
+    next_rng: RngState | None = None
+    loader_state: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        """As a checkpoint keeps it."""
+        states = {name: getattr(self, name) for name in ("start_rng", "next_rng")}
+        plain = {name: None if state is None else state.plain() for name, state in states.items()}
+        return {"num_batches": self.num_batches, "loader_state": self.loader_state, **plain}
+
+    @classmethod
+    def of_plain(cls, state: dict[str, Any]) -> Position:
+        """What `plain` gave."""
+        states = {name: state[name] for name in ("start_rng", "next_rng")}
+        found = {name: None if plain is None else RngState.of_plain(plain) for name, plain in states.items()}
+        return cls(num_batches=state["num_batches"], loader_state=state["loader_state"], **found)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loaded:
     """Outcome of asking a loader for a batch: a batch, the end of the data, or an exception."""
 
@@ -79,9 +109,22 @@ class EpochBatches(Iterator[Any]):
         plan: Who loads.
         on_start: Called once, at the first batch.
         on_batch: Called with index and outcome of each batch.
+        resumes_at: Go on from there: what was used is loaded once more and dropped, as workers and datasets may keep
+            states of their own.
+        deferred: Begin at the first `next`.
+        keeps_rng: Remember the random state before each batch, where batches may be loaded ahead.
     """
 
-    def __init__(self, plan: LoadPlan, on_start: Callable[[], None], on_batch: Callable[[int, Loaded], None]) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        on_start: Callable[[], None],
+        on_batch: Callable[[int, Loaded], None],
+        *,
+        resumes_at: Position | None = None,
+        deferred: bool = False,
+        keeps_rng: bool = False,
+    ) -> None:
         self._plan = plan
         self._on_start = on_start
         self._on_batch = on_batch
@@ -89,15 +132,49 @@ class EpochBatches(Iterator[Any]):
         self._finished = False
         self._iterator: Iterator[Any] | None = None
         self._buffered: Loaded | None = None
+        self._first: Loaded | None = None  # until a second one is taken
         self._last: Any = None  # what a rank without a batch repeats
         self._start_error: Exception | None = None
-        if plan.loads and not (plan.replicated and plan.model_size > 1):
+        self._resumes_at, self._keeps_rng = resumes_at, keeps_rng
+        self._start_rng: RngState | None = None
+        self._rng_before: dict[int, RngState | None] = {}
+        if plan.loads and not (plan.replicated and plan.model_size > 1) and resumes_at is None and not deferred:
             # Here and not at the first `next`, because one process starts workers and draws their seed here.
             self._start()
+
+    def position(self, num_used: int) -> Position:
+        """Where it is, when that many batches have been used."""
+        return Position(num_batches=num_used, start_rng=self._start_rng, next_rng=self._rng_before.get(num_used))
+
+    def resume_at(self, position: Position) -> None:
+        """Go on from there, of an iterator that is begun and cannot be begun again."""
+        self._resumes_at = Position(num_batches=position.num_batches)
+
+    def _resume(self, position: Position) -> None:
+        ambient = capture_rng()
+        try:
+            if position.start_rng is not None:
+                restore_rng(position.start_rng)
+            for _ in range(position.num_batches):
+                next(self)
+            if position.next_rng is not None and self._plan.loads:
+                restore_rng(position.next_rng)
+                self._rng_before[self._index] = position.next_rng
+                self._buffered = self._load()
+        except StopIteration:
+            raise RuntimeError(
+                f"The checkpoint was saved after {position.num_batches} batches of an epoch, but the loader ends before"
+                " that. Give it the data it had then."
+            ) from None
+        finally:
+            restore_rng(ambient)
 
     def __next__(self) -> Any:
         if self._finished:
             raise StopIteration
+        if self._resumes_at is not None:
+            position, self._resumes_at = self._resumes_at, None
+            self._resume(position)
         if self._index == 0:
             self._on_start()
         loaded = self._load() if self._plan.loads else None
@@ -118,11 +195,19 @@ class EpochBatches(Iterator[Any]):
                 raise loaded.error
             raise StopIteration
         self._on_batch(self._index, loaded)
+        self._first = loaded if self._index == 0 else None
         self._index += 1
         return loaded.batch
 
+    @property
+    def knows_first(self) -> bool:
+        """Whether `peek` can tell the first batch: none was taken, or that one alone."""
+        return not self._finished and (self._index == 0 or self._first is not None)
+
     def peek(self) -> Loaded:
-        """Load the first batch here and keep it for `next`."""
+        """The first batch: loaded here and kept for `next`, or the one that was taken."""
+        if self._first is not None:
+            return self._first
         if self._buffered is None:
             self._buffered = self._load()
         return self._buffered
@@ -149,6 +234,7 @@ class EpochBatches(Iterator[Any]):
         return loaded
 
     def _start(self) -> None:
+        self._start_rng = capture_rng()
         try:
             if self._plan.replicated:
                 _use_source_worker_seeds(self._plan)
@@ -161,6 +247,8 @@ class EpochBatches(Iterator[Any]):
             loaded, self._buffered = self._buffered, None
             return loaded
         if not self._plan.replicated or self._plan.model_size == 1:
+            if self._iterator is None and self._start_error is None:
+                self._start()
             return self._ask()
         # The ranks' own random states drift apart, as their stages draw different numbers: each batch is loaded under
         # the source's present state. The source itself draws from it as one process does.
@@ -178,6 +266,8 @@ class EpochBatches(Iterator[Any]):
         if self._start_error is not None:
             return Loaded(error=self._start_error)
         assert self._iterator is not None
+        if self._keeps_rng:
+            self._rng_before = {self._index - 1: self._rng_before.get(self._index - 1), self._index: capture_rng()}
         try:
             batch = next(self._iterator)
         except StopIteration:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bigmodel.mesh.epoch import EpochBatches, Loaded, LoadPlan, share_batch, source_rng
+from lightning_bigmodel.mesh.epoch import EpochBatches, Loaded, LoadPlan, Position, share_batch, source_rng
 from lightning_bigmodel.mesh.peek import EMPTY, peek_first_batch
 from lightning_bigmodel.mesh.rebuild import distributed_sampler_of, shard_dataloader
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
@@ -103,6 +103,9 @@ class MeshLoader:
         # Everything set before `_loader` is there is this object's own; see `__setattr__`.
         self._is_detached = False
         self._pending: EpochBatches | None = None
+        self._current: EpochBatches | None = None
+        self._resumes_at: Position | None = None
+        self._defers_start = False
         self._padding_seen: set[int] = set()
         self._epoch = 0
         self._sharded: ShardedSampler | ShardedBatchSampler | None = None
@@ -149,7 +152,41 @@ class MeshLoader:
         """Begin an epoch. Collective over the ranks that share or shard the data, batch by batch."""
         self._check_attached()
         # Lightning calls `iter` once only to see whether it works: what was peeked stays until a batch is taken.
-        return self._pending or EpochBatches(self._plan, self._epoch_started, self._batch_taken)
+        self._current = self._pending or self._begin()
+        self._resumes_at, self._defers_start = None, False
+        return self._current
+
+    def _begin(self) -> EpochBatches:
+        return EpochBatches(
+            self._plan,
+            self._epoch_started,
+            self._batch_taken,
+            resumes_at=self._resumes_at,
+            deferred=self._defers_start,
+            keeps_rng=_has_no_length(self._loader),  # which are loaded one batch ahead
+        )
+
+    def position(self, num_used: int) -> Position:
+        """Where this rank is in the present epoch, given how many of its batches have been used. Picklable."""
+        if isinstance(self, _StatefulMeshLoader):
+            return Position(num_batches=num_used, loader_state=self.state_dict())
+        return Position(num_batches=num_used) if self._current is None else self._current.position(num_used)
+
+    def resume(self, position: Position | None) -> None:
+        """Let the next `iter` go on at a position, or begin an epoch, under the random state of its first batch.
+
+        Every rank must do so. Time: that of loading again what was used, but for loaders that keep their own position.
+        """
+        if isinstance(self, _StatefulMeshLoader):
+            if position is not None and position.loader_state is not None:
+                self.load_state_dict(position.loader_state)
+            return
+        if not isinstance(self._loader, Iterator):  # one that cannot be begun again has given its first batch at most
+            self._pending = None
+        elif self._pending is not None and position is not None:
+            self._pending.resume_at(position)
+            return
+        self._resumes_at, self._defers_start = position, True
 
     def __len__(self) -> int:
         """Return this rank's number of batches; a TypeError where the wrapped loader has no length."""
@@ -171,14 +208,14 @@ class MeshLoader:
     def __getstate__(self) -> dict[str, Any]:
         plan = copy.copy(self._plan)
         plan.model_group = plan.data_group = None
-        return {**self.__dict__, "_plan": plan, "_pending": None, "_is_detached": True}
+        return {**self.__dict__, "_plan": plan, "_pending": None, "_current": None, "_is_detached": True}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshLoader:
         clone = object.__new__(type(self))
         memo[id(self)] = clone
         # Neither process groups nor a started iterator can be copied: the copy talks over the same groups.
         memo.update({id(group): group for group in (self._plan.model_group, self._plan.data_group)})
-        state = {**self.__dict__, "_pending": None}
+        state = {**self.__dict__, "_pending": None, "_current": None}
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
         return clone
 
@@ -250,9 +287,11 @@ class MeshLoader:
 
     def _peek_here(self) -> Loaded:
         if not self._is_map_style:
-            if self._pending is None:
-                self._pending = EpochBatches(self._plan, self._epoch_started, self._batch_taken)
-            loaded = self._pending.peek()
+            # The host may have begun an epoch already, and taken a batch ahead.
+            begun = self._current if self._current is not None and self._current.knows_first else None
+            if begun is None:
+                begun = self._pending = self._pending or self._begin()
+            loaded = begun.peek()
             try:
                 return Loaded(batch=copy.deepcopy(loaded.batch), is_end=loaded.is_end, error=loaded.error)
             except Exception:  # whatever the batch's class raises on a copy: then the batch itself has to do

@@ -34,6 +34,25 @@ class RngState:
     torch_cpu: torch.Tensor
     device: torch.Tensor | None
 
+    def plain(self) -> dict[str, Any]:
+        """As numbers, strings and tensors, which any reader of checkpoints takes."""
+        numpy = self.numpy
+        if isinstance(numpy, tuple):
+            numpy = (numpy[0], [int(word) for word in numpy[1]], *(int(n) for n in numpy[2:4]), float(numpy[4]))
+        return {"python": self.python, "numpy": numpy, "torch_cpu": self.torch_cpu, "device": self.device}
+
+    @classmethod
+    def of_plain(cls, state: dict[str, Any]) -> RngState:
+        """What `plain` gave."""
+        numpy = state["numpy"]
+        version, words, gauss = state["python"]
+        return cls(
+            python=(version, tuple(words), gauss),
+            numpy=tuple(numpy) if isinstance(numpy, (list, tuple)) else numpy,
+            torch_cpu=state["torch_cpu"],
+            device=state["device"],
+        )
+
 
 def capture_rng() -> RngState:
     """Return the present state of all global generators, and of the current accelerator device's (about 50 us)."""

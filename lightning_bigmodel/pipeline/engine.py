@@ -235,6 +235,10 @@ class PipelineEngine:
         """This rank's stages, in order."""
         return self._stages
 
+    def reseed(self, seed: int) -> None:
+        """Let random streams derive from another base, equal on all ranks."""
+        self._seed = seed
+
     # -- set up and take down ------------------------------------------------------------------------------------------
 
     def partition(self, batch: Any, step: Step) -> None:

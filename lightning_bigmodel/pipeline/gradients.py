@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,6 +137,25 @@ class GradientWindow:
         self._reference: float | None = None
         self._total = 0.0
         self._dirty = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether batches came since the last optimizer step."""
+        return self._dirty
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of a window that is not over, but for the gradients; and what weights are relative to throughout the run."""
+        return {
+            "is_open": self._dirty,
+            "reference": self._reference,
+            "total": self._total,
+            "run_reference": self._places._reference,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, on all ranks."""
+        self._dirty, self._reference, self._total = state["is_open"], state["reference"], state["total"]
+        self._places._reference = state["run_reference"]
 
     def add(self, weight: float) -> float:
         """Note one batch; returns the factor by which its gradient enters the sum.

@@ -94,6 +94,10 @@ class MetricLink:
                 setattr(metric, name, map_tensors(lambda tensor: tensor.to(metric.device), state[name]))
             metric._update_count, metric._computed = count, None
 
+    def took_state(self, metric: Any) -> None:
+        """The state of a metric has come from a checkpoint: it is as if it had been updated here."""
+        self._updated_here.add(id(metric))
+
     def begin_step(self) -> None:
         """Forget the values of the previous batch."""
         self._of_batch.clear()

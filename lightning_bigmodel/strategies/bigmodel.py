@@ -384,6 +384,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         if self.world_size > 1:
             broadcast_module(module)
         self._materializer = None
+        self._saved_run = None
         self._engine = PipelineEngine(
             module,
             self.mesh,
@@ -639,6 +640,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
     @override
     def on_train_start(self) -> None:
         _host.load_loader_states(self._trainer())
+        self._resume_run()
 
     @override
     def on_validation_start(self) -> None:

@@ -227,9 +227,7 @@ class CheckpointMixin:
                 model_state=model_state,
                 optimizer_states=optimizer_states,
                 metadata=rest,
-                rank_state={
-                    "num_steps": strategy._num_steps if strategy._engine is None else strategy._engine.num_steps
-                },
+                rank_state=self._rank_state(),
                 extra_states=extra_states,
                 layout=strategy._layout_sizes(),
             )
@@ -256,8 +254,7 @@ class CheckpointMixin:
                 rows=self._rows() if self._tensor is None else None,
                 weights_only=bool(weights_only),
             )
-        if loaded.rank_state is not None:
-            strategy.engine.num_steps = loaded.rank_state.get("num_steps", 0)
+        strategy._take_rank_state(path, loaded.rank_state)
         checkpoint = dict(loaded.metadata)
         checkpoint["state_dict"] = loaded.model_state
         if loaded.optimizer_states:

@@ -18,11 +18,12 @@ from lightning_bigmodel.pipeline.engine import StepOutcome
 from lightning_bigmodel.pipeline.gradients import clip_by_norm
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward, without_backward
 from lightning_bigmodel.strategies.loss_scaling import LossScaling
+from lightning_bigmodel.strategies.run_state import RunState
 
 __all__ = ["StepHooks"]
 
 
-class StepHooks(LossScaling):
+class StepHooks(LossScaling, RunState):
     """The hooks that run a user's steps and make gradients complete."""
 
     def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:

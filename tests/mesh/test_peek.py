@@ -170,3 +170,17 @@ def _peek_on_ranks(batch_source: Any) -> Any:
     with pytest.raises((TypeError, RuntimeError)) as caught:
         MeshLoader(DataLoader([1, 1, 1, 1, "two", "two"], 6), **{**kwargs, "data_size": 1, "data_group": None}).peek()
     return map_style, values, empty, str(caught.value)
+
+
+def test_a_peek_after_the_first_batch_was_taken_ahead_begins_nothing() -> None:
+    """A second iterator that waits for the next epoch with a batch of this one, or that robs a generator of one."""
+    loader = MeshLoader((number for number in range(4)), mode="train", **_ALONE)
+    iterator = iter(loader)
+    ahead = next(iterator)
+    assert loader.peek() == ahead == 0
+    assert list(iterator) == [1, 2, 3]
+    sized = MeshLoader([[0], [1]], mode="train", **_ALONE)
+    iterator = iter(sized)
+    assert sized.peek() == [0]
+    assert list(iterator) == [[0], [1]]
+    assert sized._pending is None

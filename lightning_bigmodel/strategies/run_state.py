@@ -1,0 +1,186 @@
+"""What is a rank's own in a run: random states, its place in the data, gradients of a window that is not over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_bigmodel import _host
+from lightning_bigmodel.checkpoint import read_index, read_rank_state
+from lightning_bigmodel.mesh import MeshLoader
+from lightning_bigmodel.mesh.epoch import Position
+from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
+from lightning_bigmodel.strategies.base import StrategyBase
+
+__all__ = ["RunState"]
+
+
+class RunState(StrategyBase):
+    """Saves it with every checkpoint, and brings a resumed run to the very place where the saved one was.
+
+    In the same layout the resumed run is the same run, bit by bit. Another layout takes over what has a meaning there:
+    each data rank the random state and the place of its like; gradients of an open window and sums of metrics only
+    with as many data ranks.
+
+    Memory in a checkpoint: 20 KiB a rank, and this rank's gradients where a window is open.
+    """
+
+    _saved_run: dict[str, Any] | None = None
+
+    # -- save ----------------------------------------------------------------------------------------------------------
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What only this rank has. Reading it changes nothing."""
+        if self._engine is None:
+            return {"num_steps": self._num_steps}
+        trainer = self._trainer()
+        loader = _host.train_loader(trainer) if trainer.state.fn == TrainerFn.FITTING else None
+        position = loader.position(_host.num_batches_used(trainer)) if isinstance(loader, MeshLoader) else None
+        return {
+            "num_steps": self.engine.num_steps,
+            "num_batches_moved": self._num_batches_moved,
+            "seed": self._seed,
+            "rng": capture_rng().plain(),
+            "position": None if position is None else position.plain(),
+            "window": None if self._window is None else self._window.state_dict(),
+            "gradients": self._open_gradients(),
+            "metrics": _metric_states(self.engine.root),
+            "logged": _host.logged_results(trainer),
+            "shown": _host.shown_metrics(trainer),
+            "callbacks": {
+                callback.state_key: callback.rank_state_dict()
+                for callback in _host.callbacks(trainer)
+                if hasattr(callback, "rank_state_dict")
+            },
+        }
+
+    def _open_gradients(self) -> dict[str, dict[str, Any]]:
+        """Name -> gradients that the next batch adds to: of a whole parameter, and of what stands for it."""
+        if self._window is None or not (self._window.is_open or self._is_manual):
+            return {}
+        share, sharded = self.engine.share, self._sharded
+        assert share is not None
+        if sharded is not None:
+            sharded.shards.land()
+        found: dict[str, dict[str, Any]] = {}
+        for parameter in self.engine.trained_parameters():
+            holder = self.engine.places.holder(parameter)
+            is_shown = sharded is not None and sharded.has_shown(parameter)
+            own = None if parameter.grad is None or is_shown else parameter.grad.detach().cpu()
+            held = None if holder is parameter or holder.grad is None else holder.grad.detach().cpu()
+            present = sharded is not None and id(parameter) in sharded.shards.present
+            if own is not None or held is not None or present:
+                found[share.names[id(parameter)]] = {"own": own, "held": held, "present": present}
+        return found
+
+    # -- load ----------------------------------------------------------------------------------------------------------
+
+    def _take_rank_state(self, path: Path, own: Mapping[str, Any] | None) -> None:
+        """Keep what a checkpoint has for this rank until the run starts; `own` is None if another layout saved it."""
+        state, is_partial = own, False
+        if state is None:
+            index = read_index(path, check_files=False)
+            sizes = index.layout
+            num_data_ranks = sizes.get("data_replicate", 1) * sizes.get("data_shard", 1)
+            has_like = self.mesh.data_rank < num_data_ranks
+            like = self.mesh.data_rank * sizes.get("tensor", 1) if has_like else 0
+            state = read_rank_state(path, like) if like < index.num_ranks else {}
+            is_partial = num_data_ranks != self.mesh.data_size
+            self._tell_what_is_left(state, is_partial)
+            state = {**state, "gradients": {}}
+        self.engine.num_steps = state.get("num_steps", 0)
+        if "rng" not in state or self._trainer().state.fn != TrainerFn.FITTING:
+            return
+        if is_partial:
+            state = {**state, "metrics": {}, "logged": {}, "shown": {}, "callbacks": {}}
+        self._saved_run = dict(state)
+
+    def _tell_what_is_left(self, state: Mapping[str, Any], is_partial: bool) -> None:
+        window = state.get("window")
+        left = ["gradients of an accumulation window that was not over"] if window and window["is_open"] else []
+        if is_partial:
+            left += ["random states of data ranks that are new", "sums of metrics within an epoch"]
+        if left:
+            rank_zero_info(
+                f"The checkpoint was saved under another layout, which has no like here for: {', '.join(left)}. These "
+                "begin anew; weights, optimizer states and schedules are taken over exactly."
+            )
+
+    def _resume_run(self) -> None:
+        """At the start of training, when all hooks before it have run. Collective where batches are sent."""
+        state, self._saved_run = self._saved_run, None
+        if state is None:
+            return
+        trainer = self._trainer()
+        self._seed = state["seed"]
+        self.engine.reseed(self._seed)
+        self._num_batches_moved = state["num_batches_moved"]
+        if self._window is not None and state["window"] is not None:
+            self._window.load_state_dict(state["window"])
+            self._load_gradients(state["gradients"])
+            if not state["gradients"] and not self._is_manual:
+                self._window.load_state_dict({**state["window"], "is_open": False, "reference": None, "total": 0.0})
+        has_batches, has_end = _host.epoch_left(trainer)
+        _host.restore_shown_metrics(trainer, state["shown"])
+        if has_end:
+            self._load_metric_states(state["metrics"])
+            _host.restore_logged_results(trainer, state["logged"])
+        for callback in _host.callbacks(trainer):
+            if hasattr(callback, "load_rank_state_dict") and callback.state_key in state["callbacks"]:
+                callback.load_rank_state_dict(state["callbacks"][callback.state_key])
+        loader, saved = _host.train_loader(trainer), state["position"]
+        restore_rng(RngState.of_plain(state["rng"]))
+        if isinstance(loader, MeshLoader) and saved is not None:
+            loader.resume(Position.of_plain(saved) if has_batches else None)
+            with self._phase("going on within the data"):
+                _host.iterate_again(trainer)
+            restore_rng(RngState.of_plain(state["rng"]))
+
+    def _load_metric_states(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        link = self.engine.metrics
+        assert link is not None
+        for name, metric in self.engine.root.named_modules():
+            if isinstance(metric, Metric) and name in saved:
+                for key, value in saved[name]["state"].items():
+                    moved = [v.to(metric.device) for v in value] if isinstance(value, list) else value.to(metric.device)
+                    setattr(metric, key, moved)
+                metric._update_count, metric._computed = saved[name]["count"], None
+                link.took_state(metric)
+
+    def _load_gradients(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        share, sharded = self.engine.share, self._sharded
+        assert share is not None
+        for parameter in self.engine.trained_parameters():
+            found = saved.get(share.names[id(parameter)])
+            if found is None:
+                continue
+            holder = self.engine.places.holder(parameter)
+            if found["own"] is not None:
+                parameter.grad = found["own"].to(parameter.device)
+            if found["held"] is not None:
+                holder.grad = found["held"].to(holder.device)
+            if found["present"] and sharded is not None:
+                sharded.shards.present.add(id(parameter))
+
+
+def _metric_states(root: nn.Module) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"count": metric._update_count, "state": _to_cpu(metric.metric_state)}
+        for name, metric in root.named_modules()
+        if isinstance(metric, Metric) and metric._update_count
+    }
+
+
+def _to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    def own(value: Tensor) -> Tensor:
+        return value.detach().to("cpu", copy=True)
+
+    with torch.no_grad():
+        return {key: [own(v) for v in value] if isinstance(value, list) else own(value) for key, value in state.items()}

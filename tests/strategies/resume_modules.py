@@ -1,0 +1,197 @@
+"""A run with every kind of randomness and state, for tests that stop and resume it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_bigmodel import BigModelPrecision, BigModelStrategy
+
+WIDTH = 8
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise from every generator."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(()) + float(np.random.rand()) + random.random()
+        x = torch.full((WIDTH,), float(index)).sin() + noise
+        return x, torch.tensor(index % 3)
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.samples = Noisy(num_samples)
+
+    def __iter__(self) -> Any:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+class Model(LightningModule):
+    """Dropout within blocks and outside, means over the epoch, a metric, a schedule by step."""
+
+    def __init__(self, probability: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.probability = probability
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(probability), nn.Tanh()) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.losses: list[float] = []
+
+    def _logits(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, self.probability / 2, self.training)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Classification."""
+        logits = self._logits(batch[0]).float()
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """One number."""
+        self.log("val_loss", nn.functional.cross_entropy(self._logits(batch[0]).float(), batch[1]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """As logged."""
+        self.losses.append(float(self.trainer.callback_metrics["loss_step"]))
+
+    def configure_optimizers(self) -> Any:
+        """Moments and a schedule."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class SaveAt(Callback):
+    """Saves once, after so many batches of the run or at the end of an epoch; keeps what each epoch logged."""
+
+    def __init__(self, path: str, batch: int | None = None, hook: str | None = None) -> None:
+        self.path, self.batch, self.hook = path, batch, hook
+        self.num_batches = 0
+        self.epochs: list[dict[str, float]] = []
+
+    def _save(self, trainer: Trainer) -> None:
+        if not Path(self.path).exists() and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """In the middle of an epoch."""
+        self.num_batches += 1
+        if self.num_batches == self.batch:
+            trainer.save_checkpoint(self.path)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As ModelCheckpoint does."""
+        if self.hook == "validation":
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As ModelCheckpoint does without validation."""
+        if self.hook == "epoch":
+            self._save(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Means of the epoch before."""
+        if trainer.current_epoch:
+            self._keep(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Of the last one."""
+        self._keep(trainer)
+
+    def _keep(self, trainer: Trainer) -> None:
+        self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+class CaptureLogs(logging.Handler):
+    """The text of a logger within a `with`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.logger, self.text = logging.getLogger(name), ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.text += record.getMessage() + "\n"
+
+    def __enter__(self) -> CaptureLogs:
+        self.logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self)
+
+
+def fit(
+    settings: dict[str, Any],
+    devices: int,
+    data_ranks: int,
+    save: dict[str, Any] | None,
+    path: str,
+    precision: str = "32-true",
+    *,
+    num_workers: int = 0,
+    stream: bool = False,
+    shuffle: bool = True,
+    seed: int = 5,
+    probability: float = 0.2,
+    extra: Sequence[Callback] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """A run of two epochs that saves on its way, or that resumes from what was saved."""
+    resumes = save is None
+    seed_everything(seed + 100 * resumes, verbose=False)  # a resumed run must not need the seed
+    keep = SaveAt(path, **(save or {}))
+    module = Model(probability)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=BigModelStrategy(**settings),
+        plugins=[BigModelPrecision(precision, init_scale=2.0**40)] if precision == "16-mixed" else [],
+        callbacks=[*extra, keep],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, **options},
+    )
+    data: Any = Stream(16) if stream else Noisy(48)
+    loader = DataLoader(
+        data,
+        batch_size=8 // data_ranks if not stream else 2,
+        shuffle=shuffle and not stream,
+        num_workers=num_workers,
+    )
+    trainer.fit(module, loader, DataLoader(Noisy(8), batch_size=4), ckpt_path=path if resumes else None)
+    weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
+    return {"weights": weights, "losses": module.losses, "epochs": keep.epochs}

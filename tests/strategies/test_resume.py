@@ -1,0 +1,117 @@
+"""A resumed run is the same run: the bits of the one that was never stopped."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_bigmodel import GradientNoiseScale
+from lightning_bigmodel.testing import run_ranks as run_ranks_for
+from tests.strategies.resume_modules import CaptureLogs, fit
+
+run_ranks = functools.partial(run_ranks_for, timeout_seconds=90.0)
+
+PIPE = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+PLAN = {"blocks.*.0": "colwise", "head": "replicate"}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one": (1, 1, {}),
+    "microbatches": (1, 1, {"num_microbatches": 2}),
+    "replicas": (2, 2, {}),
+    "zero1": (2, 2, {"zero_stage": 1}),
+    "zero2": (2, 2, {"zero_stage": 2}),
+    "zero3": (2, 2, {"zero_stage": 3}),
+    "pipe": (2, 1, PIPE),
+    "pipe_replicated": (2, 1, {**PIPE, "batch_source": "replicated"}),
+    "pipe_zero3": (4, 2, {**PIPE, "zero_stage": 3}),
+}
+WHEN: dict[str, dict[str, Any]] = {
+    "first": {"batch": 1},
+    "middle": {"batch": 4},
+    "second_epoch": {"batch": 8},
+    "validation": {"hook": "validation"},
+    "epoch": {"hook": "epoch"},
+}
+
+
+def check(layout: str, when: str, path: Path, precision: str = "32-true", **options: Any) -> None:
+    """Straight through, then from the checkpoint; every loss, mean and weight."""
+    devices, data_ranks, settings = LAYOUTS[layout]
+    arguments = (settings, devices, data_ranks)
+    whole = run_ranks(fit, devices, *arguments, WHEN[when], str(path / "saved.ckpt"), precision, **options)
+    resumed = run_ranks(fit, devices, *arguments, None, str(path / "saved.ckpt"), precision, **options)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert 0 < len(found["losses"]) < len(expected["losses"])
+        assert found["losses"] == expected["losses"][-len(found["losses"]) :]
+        num_epochs = 1 if when in ("second_epoch", "epoch") else 2
+        assert found["epochs"][-num_epochs:] == expected["epochs"][-num_epochs:]
+        for name, value in expected["weights"].items():
+            assert (found["weights"][name] == value).all(), name
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("layout", ["one", "zero3", "pipe"])
+def test_resumed_anywhere_it_is_the_same_run(layout: str, when: str, tmp_path: Path) -> None:
+    """Data seen twice or never, other dropout, other noise, means over half an epoch."""
+    check(layout, when, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resumed_within_a_window(layout: str, tmp_path: Path) -> None:
+    """Gradients of the first half of a window that are lost, or counted twice, or weighed anew; a loss scale too."""
+    check(layout, "first", tmp_path, "16-mixed", accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("layout", ["one", "replicas", "pipe"])
+def test_resumed_with_workers(layout: str, tmp_path: Path) -> None:
+    """Workers that draw other noise, or hand out samples in another order."""
+    check(layout, "middle", tmp_path, num_workers=2)
+
+
+@pytest.mark.parametrize("layout", ["one", "replicas", "pipe"])
+def test_resumed_without_a_length(layout: str, tmp_path: Path) -> None:
+    """A batch that was loaded ahead of the checkpoint."""
+    check(layout, "middle", tmp_path, stream=True)
+
+
+@pytest.mark.parametrize(("layout", "other"), [("replicas", "zero3"), ("zero2", "replicas"), ("microbatches", "one")])
+def test_another_layout_goes_on_with_the_same_data(layout: str, other: str, tmp_path: Path) -> None:
+    """An epoch that begins again, in another order, where only the layout of the model has changed."""
+    path = str(tmp_path / "saved.ckpt")
+    devices, data_ranks, settings = LAYOUTS[layout]
+    whole = run_ranks(fit, devices, settings, devices, data_ranks, WHEN["middle"], path, probability=0.0)
+    devices, data_ranks, settings = LAYOUTS[other]
+    resumed = run_ranks(fit, devices, settings, devices, data_ranks, None, path, probability=0.0)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert found["losses"] == pytest.approx(expected["losses"][-len(found["losses"]) :], rel=1e-5)
+        assert found["epochs"][-1] == pytest.approx(expected["epochs"][-1], rel=1e-5)
+
+
+def _fit_fewer(path: str) -> tuple[dict[str, Any], str]:
+    with CaptureLogs("lightning.pytorch.utilities.rank_zero") as logged:
+        found = fit({}, 1, 1, None, path, accumulate_grad_batches=2)
+    return found, logged.text
+
+
+def test_what_cannot_be_taken_over_is_said(tmp_path: Path) -> None:
+    """A failure, or silence, where there are fewer data ranks than before."""
+    path = str(tmp_path / "saved.ckpt")
+    run_ranks(fit, 2, {}, 2, 2, WHEN["first"], path, accumulate_grad_batches=2)
+    found, said = run_ranks(_fit_fewer, 1, path)[0]
+    assert len(found["losses"]) == 11
+    assert "gradients of an accumulation window" in said
+    assert "begin anew" in said
+
+
+def _fit_noise(save: dict[str, Any] | None, path: str) -> list[float]:
+    noise = GradientNoiseScale(decay=0.5)
+    fit({"num_microbatches": 2}, 1, 1, save, path, accumulate_grad_batches=2, extra=[noise])
+    return [noise.noise_scale, noise.noise_trace, noise.gradient_square]
+
+
+def test_callbacks_go_on_within_a_window(tmp_path: Path) -> None:
+    """A noise scale that has seen half of a window."""
+    path = str(tmp_path / "saved.ckpt")
+    assert run_ranks(_fit_noise, 1, WHEN["first"], path) == run_ranks(_fit_noise, 1, None, path)
