@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.adascale import AdaScale
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
+    from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.sharding.offload import OffloadPolicy
@@ -33,6 +34,7 @@ __all__ = [
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "OffloadPolicy",
+    "PrecisionAudit",
     "TokenWeight",
     "__version__",
 ]
@@ -46,6 +48,7 @@ _HOMES = {
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
+    "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }
 
