@@ -1,14 +1,24 @@
-"""The fewest operators that, in fp32, bring a block under the tolerance: found by trying."""
+"""The fewest operators that, in fp32, bring a block under the tolerance: found by trying.
+
+Matrix products and convolutions are never among them: a list holds for the whole model, and in fp32 these would take
+along what 16 bits are used for. A block that needs them is proposed as a module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import lightning.pytorch as pl
+
+from lightning_bigmodel.callbacks._audit_report import Proposal
 from lightning_bigmodel.callbacks._block_audit import BlockAudit, Ran
-from lightning_bigmodel.scaling.audit import Comparison, OperatorKey, listed_name
+from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+from lightning_bigmodel.scaling.audit import OperatorKey, listed_name
+from lightning_bigmodel.scaling.comparison import Comparison
 
-__all__ = ["Proposer"]
+__all__ = ["Proposer", "complete_proposal"]
 
+_COSTLY = ("addmm", "baddbmm", "bmm", "convolution", "cudnn", "mm", "scaled_dot_product", "efficient_attention")
 _MAX_OPS = 3  # of one block; more of them are the block
 _MAX_CANDIDATES = 24
 _MAX_TRIED_BLOCKS = 8  # a step; blocks of one kind mostly need the same operators, which are tried first
@@ -79,8 +89,26 @@ class Proposer:
     def _candidates(self, seen: dict[OperatorKey, Comparison]) -> list[str]:
         """Functions called in a block, the worst first."""
         by_function: dict[str, Comparison] = {}
+        costly: set[str] = set()
         for key, numbers in seen.items():
-            if key.phase == "forward" and listed_name(key.function) and key.function not in self._excluded:
+            if key.phase == "forward" and listed_name(key.function):
                 by_function[key.function] = by_function.get(key.function, Comparison()) + numbers
-        names = [name for name in by_function if name not in self.ops]
+                if key.operator.lstrip("_").startswith(_COSTLY):
+                    costly.add(key.function)
+        names = [name for name in by_function if name not in {*self.ops, *self._excluded, *costly}]
         return sorted(names, key=lambda name: by_function[name].rank, reverse=True)[:_MAX_CANDIDATES]
+
+
+def complete_proposal(trainer: pl.Trainer, ops: Sequence[str], modules: Sequence[str]) -> Proposal:
+    """With what the run has already, as the lists replace those."""
+    precision = trainer.precision_plugin
+    if isinstance(precision, BigModelPrecision):
+        ops = [*precision.full_precision_ops, *ops]
+        modules = [*precision.full_precision_modules, *modules]
+    found = Proposal(str(trainer.precision), tuple(dict.fromkeys(ops)), tuple(dict.fromkeys(modules)))
+    BigModelPrecision(  # which says so if a name were none
+        found.precision,  # type: ignore[arg-type]
+        full_precision_ops=found.full_precision_ops,
+        full_precision_modules=found.full_precision_modules,
+    )
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_bigmodel.callbacks._block_audit import BlockNumbers
-from lightning_bigmodel.scaling.audit import Comparison, OperatorKey, listed_name
+from lightning_bigmodel.scaling.audit import OperatorKey, listed_name
+from lightning_bigmodel.scaling.comparison import Comparison
 
-__all__ = ["AuditFindings", "Proposal"]
+__all__ = ["AuditFindings", "Proposal", "RankFindings"]
 
 _NUM_SHOWN = 20
 _NUMBERS = ("error", "num_overflows", "underflow", "underflow_unscaled", "largest", "headroom_bits")
@@ -32,11 +33,44 @@ class Proposal:
 
     def __str__(self) -> str:
         """To copy."""
-        parts = [repr(self.precision)]
-        for name in ("full_precision_ops", "full_precision_modules"):
-            if getattr(self, name):
-                parts.append(f"{name}={list(getattr(self, name))!r}")
-        return f"BigModelPrecision({', '.join(parts)})".replace("'", '"')
+        names = ("full_precision_ops", "full_precision_modules")
+        lists = [f"{name}={list(getattr(self, name))!r}" for name in names if getattr(self, name)]
+        return f"BigModelPrecision({', '.join([repr(self.precision), *lists])})".replace("'", '"')
+
+
+@dataclass
+class RankFindings:
+    """What one rank has seen.
+
+    Attributes:
+        blocks: Name -> numbers.
+        operators: Key -> numbers.
+        ops: Operators to propose.
+        modules: Blocks to propose.
+    """
+
+    blocks: dict[str, BlockNumbers] = field(default_factory=dict)
+    operators: dict[OperatorKey, Comparison] = field(default_factory=dict)
+    ops: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+
+    def add_block(self, name: str, numbers: BlockNumbers) -> None:
+        """Of one more call."""
+        known = self.blocks.get(name)
+        self.blocks[name] = numbers if known is None else known + numbers
+
+    def add_operators(self, seen: Mapping[OperatorKey, Comparison]) -> None:
+        """Of more calls."""
+        for key, numbers in seen.items():
+            self.operators[key] = self.operators.get(key, Comparison()) + numbers
+
+    def add(self, other: RankFindings) -> None:
+        """Of another rank."""
+        for name, numbers in other.blocks.items():
+            self.add_block(name, numbers)
+        self.add_operators(other.operators)
+        self.ops += other.ops
+        self.modules += other.modules
 
 
 class AuditFindings:
@@ -70,12 +104,20 @@ class AuditFindings:
         ]
         return list(dict.fromkeys(found))
 
+    def headroom_bits(self, block: str) -> float:
+        """Of the largest value that any operator of a block gave."""
+        return min((n.headroom_bits for key, n in self.operators.items() if key.block == block), default=float("inf"))
+
     # -- printed -------------------------------------------------------------------------------------------------------
 
     def show(self, proposal: Proposal, is_changed: bool) -> None:
         """Print both tables and what follows from them."""
         console = Console()
         console.print(self._block_table())
+        for note in dict.fromkeys(numbers.note for numbers in self.blocks.values() if numbers.note):
+            names = [name for name, numbers in self.blocks.items() if numbers.note == note]
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            console.print(f"{', '.join(names[:5])}{more}: {note}", markup=False, highlight=False)
         console.print(self._operator_table())
         bad = sum(numbers.exceeds(self.tolerance) for numbers in self.blocks.values())
         what = f"{bad} of {len(self.blocks)} blocks lose more than {self.tolerance:.1e}"
@@ -92,13 +134,13 @@ class AuditFindings:
         for name, numbers in list(self.blocks.items())[:_NUM_SHOWN]:
             gradient = numbers.gradient
             table.add_row(
-                escape(f"{name} ({numbers.note})" if numbers.note else name),
+                escape(name),
                 self._error(numbers.output),
                 self._error(gradient),
                 f"{numbers.output.num_overflows + gradient.num_overflows:.0f}",
                 f"{gradient.underflow:.1%}",
                 f"{gradient.underflow_unscaled:.1%}",
-                _bits((numbers.output + gradient).headroom_bits),
+                _bits(self.headroom_bits(name)),
             )
         return table
 
@@ -139,6 +181,7 @@ class AuditFindings:
                 "block": name,
                 **{f"output_{each}": getattr(numbers.output, each) for each in _NUMBERS},
                 **{f"gradient_{each}": getattr(numbers.gradient, each) for each in _NUMBERS},
+                "headroom_bits": self.headroom_bits(name),
                 "note": numbers.note,
             }
             for rank, (name, numbers) in enumerate(self.blocks.items(), 1)

@@ -1,4 +1,4 @@
-"""Blocks in 16 bits against the same blocks in fp32: one call of each is kept, and run again when its gradients are in."""
+"""Blocks in 16 bits against the same blocks in fp32: one call of each is kept, and run again once gradients came."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._block_twin import as_full, make_twin
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
 from lightning_bigmodel.pipeline.tree import map_tensors, tensor_leaves
-from lightning_bigmodel.scaling.audit import Comparison, OperatorAudit, PairSums
+from lightning_bigmodel.scaling.audit import OperatorAudit
 from lightning_bigmodel.scaling.casting import run_full
+from lightning_bigmodel.scaling.comparison import Comparison, PairSums
 from lightning_bigmodel.scaling.op_lists import OpPrecision
-from lightning_bigmodel.sharding.units import find_blocks
 
-__all__ = ["BlockAudit", "BlockNumbers", "Call", "Ran", "audited_blocks"]
+__all__ = ["BlockAudit", "BlockNumbers", "Call", "Ran"]
+
+_NUM_SMALLER_SCALES = 3  # each a sixteenth of the one before
 
 _Context = Callable[[], AbstractContextManager[Any]]
 
@@ -189,9 +191,22 @@ class BlockAudit:
         try:
             full = self._run(name, None)
             numbers = self._numbers(self._run(name, self._half_context, scale=scale), full, scale)
+            note = _note(self.calls[name])
+            for _ in range(_NUM_SMALLER_SCALES if scale > 1 else 0):
+                if not numbers.gradient.num_overflows:
+                    break
+                note = note or f"gradients overflow at a loss scale of {scale:g}"
+                full = self._shrink(name, full)
+                numbers = self._numbers(self._run(name, self._half_context), full, scale)
         except Exception as error:  # a block may be one that cannot run twice
             return BlockNumbers(note=f"cannot run again: {type(error).__name__}: {error}"), None
-        return replace(numbers, note=_note(self.calls[name])), full
+        return replace(numbers, note=note), full
+
+    def _shrink(self, name: str, full: Ran) -> Ran:
+        """What a smaller loss scale would give: one that moves is often too large in the first steps."""
+        call = self.calls[name]
+        call.gradients = {index: gradient / 16 for index, gradient in call.gradients.items()}
+        return Ran(full.outputs, [None if gradient is None else gradient / 16 for gradient in full.gradients])
 
     def retry(self, name: str, full: Ran, ops: Sequence[str]) -> BlockNumbers:
         """The numbers with some operators in full precision.
@@ -266,31 +281,6 @@ class BlockAudit:
             if found is not None and reference_gradient is not None:
                 gradient.add(found, reference_gradient, scale)
         return BlockNumbers(output=output.read(), gradient=gradient.read())
-
-
-def audited_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated modules of a model, whole modules of other classes between them, and the layers beside them.
-
-    Example:
-        >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> list(audited_blocks(nn.ModuleList([layer(), nn.TransformerEncoderLayer(2, 1), layer(), nn.Linear(2, 2)])))
-        ['0', '1', '2', '3']
-    """
-    found = find_blocks(root)
-    whole = [name for name, module in found.items() if any(module.children())]
-    chains = {name.rpartition(".")[0] for name in whole}
-
-    def block_of(name: str) -> str:
-        for chain in chains:
-            prefix = f"{chain}." if chain else ""
-            if name.startswith(prefix):
-                sibling = prefix + name[len(prefix) :].partition(".")[0]
-                if not any(other.startswith(f"{sibling}.") for other in whole):
-                    return sibling
-        return name
-
-    modules = dict(root.named_modules())
-    return {block: modules[block] for block in dict.fromkeys(map(block_of, found))}
 
 
 def _arrived(call: Call, index: int, gradient: Tensor) -> None:

@@ -12,17 +12,19 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 from typing_extensions import override
 
 from lightning_bigmodel import _host
-from lightning_bigmodel.callbacks._audit_proposal import Proposer
-from lightning_bigmodel.callbacks._audit_report import AuditFindings, Proposal
-from lightning_bigmodel.callbacks._block_audit import BlockAudit, BlockNumbers, audited_blocks
+from lightning_bigmodel.callbacks._audit_blocks import own_blocks
+from lightning_bigmodel.callbacks._audit_proposal import Proposer, complete_proposal
+from lightning_bigmodel.callbacks._audit_report import AuditFindings, Proposal, RankFindings
+from lightning_bigmodel.callbacks._block_audit import BlockAudit
 from lightning_bigmodel.callbacks._held import check_strategy
+from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.snapshot import StepSnapshot
 from lightning_bigmodel.precision.bigmodel import BigModelPrecision
-from lightning_bigmodel.scaling.audit import Comparison, OperatorAudit, OperatorKey
+from lightning_bigmodel.scaling.audit import OperatorAudit, OperatorKey
+from lightning_bigmodel.scaling.comparison import Comparison
 from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 from lightning_bigmodel.strategies.sharding_settings import named_blocks
 
@@ -137,9 +139,9 @@ class PrecisionAudit(Callback):
         if isinstance(strategy, BigModelStrategy):
             if strategy.mesh.layout.tensor > 1:
                 raise ValueError(
-                    "`PrecisionAudit` runs blocks once more, but under tensor parallelism the parts of a block exchange "
-                    "messages in each run. Audit with `tensor_parallel_size=1` and a smaller copy of the model: what a "
-                    "layer loses in 16 bits does not depend on the number of its blocks."
+                    "`PrecisionAudit` runs blocks once more, but the parts of a block that "
+                    f"`tensor_parallel_size={strategy.mesh.layout.tensor}` cuts it into exchange messages in each run. "
+                    "Audit with `tensor_parallel_size=1`, if need be a copy of the model with fewer blocks."
                 )
             if strategy._compile_blocks:
                 raise ValueError(
@@ -164,7 +166,7 @@ class PrecisionAudit(Callback):
         self._proposer = Proposer(self._limit, takes_ops="mixed" in str(trainer.precision), excluded=given)
         self._operators = OperatorAudit(self._half_dtype)
         self._audit = BlockAudit(
-            self._own_blocks(trainer, pl_module),
+            own_blocks(trainer, pl_module, self.blocks),
             half_dtype=self._half_dtype,
             device_type=strategy.root_device.type,
             keeps_parameters=isinstance(strategy, BigModelStrategy) and not strategy.has_whole_parameters,
@@ -172,22 +174,8 @@ class PrecisionAudit(Callback):
             backward_context=backward_context,
             operators=self._operators,
         )
-        self._block_rows: dict[str, BlockNumbers] = {}
-        self._operator_rows: dict[OperatorKey, Comparison] = {}
+        self._found = RankFindings()
         self._num_batches = self._num_audited = 0
-
-    def _own_blocks(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, nn.Module]:
-        """Blocks that this rank computes."""
-        chosen = None if self.blocks == "auto" else named_blocks(module, self.blocks)
-        strategy = trainer.strategy
-        if not isinstance(strategy, BigModelStrategy) or strategy.engine.num_stages == 1:
-            return audited_blocks(module) if chosen is None else chosen
-        names = {id(each): name for name, each in module.named_modules()}
-        units = [unit for stage in strategy.engine.stages for unit in stage.submod.owned]
-        if chosen is None:
-            return {names[id(unit)]: unit for unit in units}
-        here = {id(part) for unit in units for part in unit.modules()}
-        return {name: block for name, block in chosen.items() if id(block) in here}
 
     # -- an audited step -----------------------------------------------------------------------------------------------
 
@@ -203,18 +191,22 @@ class PrecisionAudit(Callback):
         self._watch_step(trainer)
 
     def _watch_step(self, trainer: pl.Trainer) -> None:
-        """Operators outside of blocks are seen in the step itself, the first time this rank enters it."""
+        """Operators outside of blocks are seen in the step itself, the first time each stage of this rank enters it."""
         precision, operators = trainer.precision_plugin, self._operators
         before = precision.train_step_context
-        is_first = True
+        watched: set[int | None] = set()
 
         @contextmanager
         def train_step_context() -> Iterator[None]:
-            nonlocal is_first
-            watching = operators.watching("", "forward") if is_first else nullcontext()
-            is_first = False
-            with before(), watching:
-                yield
+            run = current_run()
+            stage = None if run is None else run.plan.first
+            num_seen = operators.num_seen
+            try:
+                with before(), operators.watching("", "forward") if stage not in watched else nullcontext():
+                    yield
+            finally:
+                if operators.num_seen > num_seen:  # else it was only traced
+                    watched.add(stage)
 
         precision.__dict__["train_step_context"] = train_step_context
         self._unwatch = lambda: precision.__dict__.pop("train_step_context", None)
@@ -240,16 +232,14 @@ class PrecisionAudit(Callback):
         for name in list(audit.calls):
             numbers, full = audit.compare(name, scale)
             seen = self._note_operators()
-            known = self._block_rows.get(name)
-            self._block_rows[name] = numbers if known is None else known + numbers
+            self._found.add_block(name, numbers)
             if full is not None and numbers.exceeds(self._limit):
                 self._proposer.consider(audit, name, full, seen)
             del audit.calls[name]
 
     def _note_operators(self) -> dict[OperatorKey, Comparison]:
         seen = self._operators.read()
-        for key, numbers in seen.items():
-            self._operator_rows[key] = self._operator_rows.get(key, Comparison()) + numbers
+        self._found.add_operators(seen)
         return seen
 
     @override
@@ -273,25 +263,17 @@ class PrecisionAudit(Callback):
 
     def _report(self, trainer: pl.Trainer) -> None:
         """Put together what all ranks have seen. Collective."""
-        found = (self._block_rows, self._operator_rows, self._proposer.ops, self._proposer.modules)
-        blocks: dict[str, BlockNumbers] = {}
-        operators: dict[OperatorKey, Comparison] = {}
-        ops: list[str] = []
-        modules: list[str] = []
-        for of_rank in _host.all_objects(found):
-            for name, numbers in of_rank[0].items():
-                blocks[name] = blocks[name] + numbers if name in blocks else numbers
-            for key, numbers in of_rank[1].items():
-                operators[key] = operators.get(key, Comparison()) + numbers
-            ops += of_rank[2]
-            modules += of_rank[3]
-        self.findings = AuditFindings(blocks, operators, tolerance=self._limit, num_steps=self._num_audited)
+        self._found.ops, self._found.modules = self._proposer.ops, self._proposer.modules
+        found = RankFindings()
+        for of_rank in _host.all_objects(self._found):
+            found.add(of_rank)
+        self.findings = AuditFindings(found.blocks, found.operators, tolerance=self._limit, num_steps=self._num_audited)
         if "mixed" in str(trainer.precision):
-            ops += self.findings.loose_ops()
-        self.proposal = _proposal(trainer, ops, modules)
+            found.ops += self.findings.loose_ops()
+        self.proposal = complete_proposal(trainer, found.ops, found.modules)
         self._close()
         if trainer.is_global_zero:
-            self.findings.show(self.proposal, bool(ops or modules))
+            self.findings.show(self.proposal, bool(found.ops or found.modules))
             folder = self.output_path or Path(trainer.default_root_dir) / "precision_audit"
             rank_zero_info(self.findings.write(folder))
 
@@ -320,21 +302,6 @@ def _loss_scale(precision: Any) -> float:
         return precision.scale
     scaler = getattr(precision, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
-
-
-def _proposal(trainer: pl.Trainer, ops: Sequence[str], modules: Sequence[str]) -> Proposal:
-    """With what the run has already, as the lists replace those."""
-    precision = trainer.precision_plugin
-    if isinstance(precision, BigModelPrecision):
-        ops = [*precision.full_precision_ops, *ops]
-        modules = [*precision.full_precision_modules, *modules]
-    found = Proposal(str(trainer.precision), tuple(dict.fromkeys(ops)), tuple(dict.fromkeys(modules)))
-    BigModelPrecision(  # which says so if a name were none
-        found.precision,  # type: ignore[arg-type]
-        full_precision_ops=found.full_precision_ops,
-        full_precision_modules=found.full_precision_modules,
-    )
-    return found
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,56 @@
+"""Which blocks an audit looks at, and which of them are a rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_bigmodel.sharding.units import find_blocks
+from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
+from lightning_bigmodel.strategies.sharding_settings import named_blocks
+
+__all__ = ["audited_blocks", "own_blocks"]
+
+
+def audited_blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """The repeated modules of a model, whole modules of other classes between them, and the layers beside them.
+
+    Example:
+        >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> list(audited_blocks(nn.ModuleList([layer(), nn.TransformerEncoderLayer(2, 1), layer(), nn.Linear(2, 2)])))
+        ['0', '1', '2', '3']
+    """
+    found = find_blocks(root)
+    whole = [name for name, module in found.items() if any(module.children())]
+    chains = {name.rpartition(".")[0] for name in whole}
+
+    def block_of(name: str) -> str:
+        for chain in chains:
+            prefix = f"{chain}." if chain else ""
+            if name.startswith(prefix):
+                sibling = prefix + name[len(prefix) :].partition(".")[0]
+                if not any(other.startswith(f"{sibling}.") for other in whole):
+                    return sibling
+        return name
+
+    modules = dict(root.named_modules())
+    return {block: modules[block] for block in dict.fromkeys(map(block_of, found))}
+
+
+def own_blocks(
+    trainer: pl.Trainer, module: pl.LightningModule, blocks: Literal["auto"] | Sequence[str]
+) -> dict[str, nn.Module]:
+    """Blocks that this rank computes; in a pipeline by default the units that it is cut between."""
+    chosen = None if blocks == "auto" else named_blocks(module, blocks)
+    strategy = trainer.strategy
+    if not isinstance(strategy, BigModelStrategy) or strategy.engine.num_stages == 1:
+        return audited_blocks(module) if chosen is None else chosen
+    names = {id(each): name for name, each in module.named_modules()}
+    units = [unit for stage in strategy.engine.stages for unit in stage.submod.owned]
+    if chosen is None:
+        return {names[id(unit)]: unit for unit in units}
+    here = {id(part) for unit in units for part in unit.modules()}
+    return {name: block for name, block in chosen.items() if id(block) in here}
