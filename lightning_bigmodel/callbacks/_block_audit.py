@@ -188,10 +188,10 @@ class BlockAudit:
         Returns:
             The numbers, and the run in fp32.
         """
+        note = _judge(self.calls[name])
         try:
             full = self._run(name, None)
             numbers = self._numbers(self._run(name, self._half_context, scale=scale), full, scale)
-            note = _note(self.calls[name])
             for _ in range(_NUM_SMALLER_SCALES if scale > 1 else 0):
                 if not numbers.gradient.num_overflows:
                     break
@@ -288,11 +288,14 @@ def _arrived(call: Call, index: int, gradient: Tensor) -> None:
     call.gradients.setdefault(index, gradient.detach().clone())
 
 
-def _note(call: Call) -> str:
+def _judge(call: Call) -> str:
+    """What to note of the gradients that came; those that have overflowed elsewhere say nothing of this block."""
     if not call.gradients:
         return "no gradient came"
-    is_finite = all(bool(torch.isfinite(gradient).all()) for gradient in call.gradients.values())
-    return "" if is_finite else "the gradient that came had overflowed"
+    if all(bool(torch.isfinite(gradient).all()) for gradient in call.gradients.values()):
+        return ""
+    call.gradients.clear()
+    return "the gradient that came had overflowed, at least once"
 
 
 def _same(tensor: Tensor) -> Tensor:
