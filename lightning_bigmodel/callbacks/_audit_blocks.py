@@ -1,4 +1,4 @@
-"""Which blocks an audit looks at, and which of them are a rank's own."""
+"""What an audit can look at: precisions and layouts, a model's blocks, and which of them are a rank's own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,50 @@ from collections.abc import Sequence
 from typing import Literal
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 
+from lightning_bigmodel.callbacks._held import check_strategy
 from lightning_bigmodel.sharding.units import find_blocks
 from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 from lightning_bigmodel.strategies.sharding_settings import named_blocks
 
-__all__ = ["audited_blocks", "own_blocks"]
+__all__ = ["HALF_TYPES", "audited_blocks", "check_audit", "own_blocks"]
+
+HALF_TYPES = {
+    "16-mixed": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
+
+
+def check_audit(trainer: pl.Trainer) -> None:
+    """Refuse what computes nothing in 16 bits, or cannot run a block again.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    strategy, precision = trainer.strategy, str(trainer.precision)
+    check_strategy(strategy, "PrecisionAudit")
+    if precision not in HALF_TYPES:
+        why = (
+            "rounds within the layers it has converted, whose operators would do so in fp32 too. Audit 'bf16-mixed'"
+            if precision == "fp8"
+            else f"computes nothing in 16 bits that it could compare. Use one of {list(HALF_TYPES)}"
+        )
+        raise ValueError(f"`PrecisionAudit`: `precision={precision!r}` {why}, or leave the callback out.")
+    if isinstance(strategy, BigModelStrategy):
+        if strategy.mesh.layout.tensor > 1:
+            raise ValueError(
+                "`PrecisionAudit` runs blocks once more, but the parts of a block that "
+                f"`tensor_parallel_size={strategy.mesh.layout.tensor}` cuts it into exchange messages in each run. "
+                "Audit with `tensor_parallel_size=1`, if need be a copy of the model with fewer blocks."
+            )
+        if strategy._compile_blocks:
+            raise ValueError(
+                "`PrecisionAudit` cannot see operators within compiled code. Leave `compile_blocks` out while auditing."
+            )
 
 
 def audited_blocks(root: nn.Module) -> dict[str, nn.Module]:

@@ -160,10 +160,7 @@ class BlockAudit:
             inputs=map_tensors(own, (args, kwargs)),
             kept=kept,
             rng=capture_rng(),
-            autocast=(
-                torch.is_autocast_enabled(self._device_type),
-                torch.get_autocast_dtype(self._device_type),
-            ),
+            autocast=(torch.is_autocast_enabled(self._device_type), torch.get_autocast_dtype(self._device_type)),
         )
         self._current = self.calls[name]
 
@@ -196,17 +193,17 @@ class BlockAudit:
                 if not numbers.gradient.num_overflows:
                     break
                 note = note or f"gradients overflow at a loss scale of {scale:g}"
-                full = self._shrink(name, full)
+                self._shrink(name)
+                full = self._run(name, None)
                 numbers = self._numbers(self._run(name, self._half_context), full, scale)
         except Exception as error:  # a block may be one that cannot run twice
             return BlockNumbers(note=f"cannot run again: {type(error).__name__}: {error}"), None
         return replace(numbers, note=note), full
 
-    def _shrink(self, name: str, full: Ran) -> Ran:
+    def _shrink(self, name: str) -> None:
         """What a smaller loss scale would give: one that moves is often too large in the first steps."""
         call = self.calls[name]
         call.gradients = {index: gradient / 16 for index, gradient in call.gradients.items()}
-        return Ran(full.outputs, [None if gradient is None else gradient / 16 for gradient in full.gradients])
 
     def retry(self, name: str, full: Ran, ops: Sequence[str]) -> BlockNumbers:
         """The numbers with some operators in full precision.
