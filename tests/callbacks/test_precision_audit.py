@@ -201,6 +201,8 @@ def trained(layout: str, path: str | None) -> dict[str, Any]:
         else None,
         "ops": callbacks[0].proposal.full_precision_ops if callbacks else (),
         "notes": [n.note for n in callbacks[0].findings.blocks.values() if n.note] if callbacks else [],
+        "output_errors": [n.output.error for n in callbacks[0].findings.blocks.values()] if callbacks else [],
+        "num_compared": min(n.output.num_calls for n in callbacks[0].findings.blocks.values()) if callbacks else 0,
         "outside": [key.function for key in callbacks[0].findings.operators if not key.block] if callbacks else [],
     }
 
@@ -223,10 +225,14 @@ def test_training_takes_no_notice(layout: str, tmp_path: Path) -> None:
             assert found[name] == plain[name], name
         assert found["left"] == []
         assert found["notes"]
+        assert not any("cannot run again" in note for note in found["notes"])
+        assert found["num_compared"] == 3 * LAYOUTS[layout][1]
         assert "square" in found["outside"]
         assert "square" in found["ops"]
     if LAYOUTS[layout][2].get("num_microbatches", 1) > 1:
         assert watched[0]["bad"][0] == "blocks.2"
+    else:
+        assert max(watched[0]["output_errors"]) < 0.0078  # both runs draw the same dropout
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".csv") == ["blocks.csv", "operators.csv"]
 
 
@@ -409,15 +415,20 @@ def test_a_twin_computes_the_same_and_keeps_to_itself() -> None:
     block = nn.ModuleDict({"rnn": nn.LSTM(4, 4), "norm": nn.BatchNorm1d(4), "tied": nn.Linear(4, 4)})
     block["tied_too"] = block["tied"]
     block["made"] = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    seen: list[str] = []
+    block["tied"].register_forward_hook(lambda *_: seen.append("forward"))
     twin: Any = make_twin(block, {}, torch.Tensor.double)
     assert twin["tied_too"] is twin["tied"]
     assert twin["tied"] is not block["tied"]
     x = torch.randn(3, 4)
     expected = block["made"](block["tied"](block["rnn"](x)[0])).double()
     before = block["norm"].running_mean.clone()
+    seen.clear()
     output = twin["made"](twin["tied"](twin["rnn"](x.double())[0]))
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
+    assert seen == []
     twin["norm"](output).sum().backward()
+    make_twin(block, {}, lambda tensor: tensor)["norm"](x)
     assert all(parameter.grad is None for parameter in block.parameters())
     assert twin["rnn"].weight_hh_l0.grad is not None
     assert torch.equal(block["norm"].running_mean, before)
