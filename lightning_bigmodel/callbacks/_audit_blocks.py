@@ -32,6 +32,12 @@ def check_audit(trainer: pl.Trainer) -> None:
     """
     strategy, precision = trainer.strategy, str(trainer.precision)
     check_strategy(strategy, "PrecisionAudit")
+    if not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            "`PrecisionAudit` runs blocks again between the backward and the optimizer step, which with manual "
+            "optimization are parts of the step that it watches. Set `automatic_optimization=True`, or leave the "
+            "callback out."
+        )
     if precision not in HALF_TYPES:
         why = (
             "rounds within the layers it has converted, whose operators would do so in fp32 too. Audit 'bf16-mixed'"

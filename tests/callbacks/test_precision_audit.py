@@ -363,6 +363,14 @@ def test_what_cannot_be_audited_is_refused(precision: str, audit: dict[str, Any]
         run(Net(Sums), precision, callbacks=[PrecisionAudit(output_path=tmp_path, **audit)])
 
 
+def test_manual_optimization_is_refused(tmp_path: Path) -> None:
+    """Extra runs within the step, which are taken for it."""
+    module = Net(Sums)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="manual optimization"):
+        run(module, BigModelPrecision("16-mixed"), callbacks=[PrecisionAudit(output_path=tmp_path)])
+
+
 def refused(settings: dict[str, Any]) -> str:
     """What a layout is told."""
     with pytest.raises(ValueError, match="PrecisionAudit") as caught:
