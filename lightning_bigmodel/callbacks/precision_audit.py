@@ -75,8 +75,8 @@ class PrecisionAudit(Callback):
         proposal: What to give `BigModelPrecision`, once reported.
 
     Raises:
-        ValueError: For settings out of range; at the start of a run in full precision, in fp8, with manual
-            optimization, under tensor parallelism, with `compile_blocks`, and under strategies that shard by themselves.
+        ValueError: For settings out of range; at the start of a run in full precision or fp8, with manual optimization,
+            tensor parallelism or `compile_blocks`, and under strategies that shard by themselves.
 
     Example:
         >>> from lightning.pytorch import Trainer
