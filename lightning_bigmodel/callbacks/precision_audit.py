@@ -101,12 +101,14 @@ class PrecisionAudit(Callback):
         for name, value in (("num_steps", num_steps), ("every_num_steps", every_num_steps)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"`{name}={value!r}` must be a whole number of at least 1.")
-        names = [] if isinstance(blocks, str) else list(blocks)
+        names = list(blocks) if isinstance(blocks, (list, tuple)) else []
         if blocks != "auto" and not (names and all(isinstance(name, str) for name in names)):
             raise ValueError(f"`blocks={blocks!r}` must be 'auto' or a list of module names, such as ['layers.*'].")
         is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
         if tolerance is not None and not (is_number and 0 < tolerance < 1):
             raise ValueError(f"`tolerance={tolerance!r}` must be a relative error between 0 and 1, such as 0.01.")
+        if output_path is not None and not isinstance(output_path, (str, Path)):
+            raise ValueError(f"`output_path={output_path!r}` must be the path of a folder.")
         self.num_steps, self.every_num_steps = num_steps, every_num_steps
         self.output_path = None if output_path is None else Path(output_path)
         self.blocks: Literal["auto"] | list[str] = "auto" if blocks == "auto" else names

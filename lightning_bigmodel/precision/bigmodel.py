@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, get_args
@@ -43,8 +44,9 @@ _MATMUL = ("highest", "high", "medium")
 class BigModelPrecision(Precision):
     """Mixed, half, single, double or fp8 precision, with operators and layers that keep full precision.
 
-    `Trainer(precision=...)` with `BigModelStrategy` uses it with its defaults; give it in `plugins=` to set more. It
-    also works under Lightning's own strategies.
+    `Trainer(precision=...)` with `BigModelStrategy` uses it with its defaults (but for fp8); give it in `plugins=` to
+    set more. It also works under Lightning's own strategies, where, with manual optimization, gradients are scaled
+    until the optimizer's step, as with Lightning's plugin.
 
     Under `"16-mixed"` the loss is multiplied by a scale, so that small gradients do not vanish in fp16 (Micikevicius et
     al., arXiv 1710.03740). Gradients are divided by it before any hook, clipping or step sees them. If one is not
@@ -173,6 +175,7 @@ class BigModelPrecision(Precision):
         # Set by a strategy that scales and unscales by itself: whether the gradients of an optimizer have overflowed.
         self.overflow_of: Callable[[Optimizer], bool] | None = None
         self._first_overflowed: list[str] = []
+        self._trainer: pl.Trainer | None = None
 
     def _make_ops(self, full: Sequence[str], half: Sequence[str]) -> OpPrecision:
         for name, ops in (("full_precision_ops", full), ("half_precision_ops", half)):
@@ -194,6 +197,12 @@ class BigModelPrecision(Precision):
     def has_op_lists(self) -> bool:
         """Whether some operators compute in another type than autocast has them."""
         return bool(self._ops)
+
+    def convert_new_buffers(self, module: nn.Module) -> None:
+        """Cast buffers made since `convert_module`, as modules on the meta device make them when they get values."""
+        if not self.is_mixed and self.precision != "32-true":
+            kept = self.full_precision_ids(module)
+            convert_module(module, self.dtype, kept, self.full_precision_buffers, buffers_only=True)
 
     def full_precision_ids(self, root: nn.Module) -> set[int]:
         """Ids of the modules that compute in full precision, with all within them."""
@@ -218,7 +227,9 @@ class BigModelPrecision(Precision):
         elif not self.is_mixed and self.precision != "32-true":
             convert_module(module, self.dtype, self.full_precision_ids(module), self.full_precision_buffers)
         if self.full_precision_modules:
-            self._modules = ModulePrecision(module, self.full_precision_modules, restore_output_dtype=not self.is_mixed)
+            self._modules = ModulePrecision(
+                module, self.full_precision_modules, output_dtype=None if self.is_mixed else self.dtype
+            )
             self._modules.install()
         self._ops.install()
         return module
@@ -231,6 +242,9 @@ class BigModelPrecision(Precision):
 
     @override
     def teardown(self) -> None:
+        if self._trainer is not None:
+            _host.end_skipped_step(self._trainer)
+            self._trainer = None
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
@@ -248,7 +262,8 @@ class BigModelPrecision(Precision):
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.tensor_init_context()
+        # Built in fp32 and converted then: what stays fp32 cannot be made of 16 bits.
+        return _default_dtype(torch.float32) if self.dtype.itemsize == 2 else self.tensor_init_context()
 
     @contextmanager
     @override
@@ -290,6 +305,7 @@ class BigModelPrecision(Precision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ValueError("LBFGS runs a step several times, and a loss scale cannot skip parts of it. Use another.")
+        self._trainer = model.trainer
         _host.end_skipped_step(model.trainer)
         result = closure()
         find = self.overflow_of or self._unscale_own
@@ -398,6 +414,8 @@ def _make_loss_scale(precision: str, kind: Any, settings: dict[str, Any]) -> Los
             raise ValueError(
                 f"`loss_scale={kind!r}` is a scale that stays, but `{moving[0]}` says how it moves. Give one of them."
             )
+        if not 0 < kind < math.inf:
+            raise ValueError(f"`loss_scale={kind!r}` must be above zero and finite, such as 1024.")
         return LossScale(init_scale=kind, dynamic=False, **settings)
     if kind is not None and not isinstance(kind, str):
         raise ValueError(
@@ -408,7 +426,8 @@ def _make_loss_scale(precision: str, kind: Any, settings: dict[str, Any]) -> Los
 
 def _names(name: str, given: Any) -> list[str]:
     if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
-        raise ValueError(f"`{name}={given!r}` must be a list of names, such as ['softmax'].")
+        example = "*.norm" if name.endswith("modules") else "softmax"
+        raise ValueError(f"`{name}={given!r}` must be a list of names, such as ['{example}'].")
     return list(given)
 
 

@@ -42,7 +42,12 @@ def check_buffers(given: Any, precision: str) -> Literal["auto"] | list[str]:
 
 
 def convert_module(
-    root: nn.Module, dtype: torch.dtype, kept: Collection[int], full_buffers: Literal["auto"] | Sequence[str]
+    root: nn.Module,
+    dtype: torch.dtype,
+    kept: Collection[int],
+    full_buffers: Literal["auto"] | Sequence[str],
+    *,
+    buffers_only: bool = False,
 ) -> None:
     """Cast floating-point parameters and buffers in place; parameters stay the same objects.
 
@@ -54,18 +59,20 @@ def convert_module(
         dtype: The type to cast to.
         kept: Ids of modules to leave alone.
         full_buffers: Patterns of buffers that stay fp32.
+        buffers_only: Whether parameters have been cast already.
 
     Raises:
         ValueError: For a pattern that matches nothing.
     """
     stays = _buffers_to_keep(root, full_buffers) if dtype.itemsize == 2 else set()
+    full = set() if buffers_only else _parameters_to_keep(root, kept)
     for name, module in _own_modules(root):
         if id(module) in kept:
             continue
         prefix = f"{name}." if name else ""
-        if not any(f"{prefix}{key}" in stays for key in _STATISTICS):
+        if not buffers_only and not any(f"{prefix}{key}" in stays for key in _STATISTICS):
             for parameter in module._parameters.values():
-                if parameter is not None and parameter.is_floating_point():
+                if parameter is not None and parameter.is_floating_point() and id(parameter) not in full:
                     parameter.data = parameter.data.to(dtype)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and f"{prefix}{key}" not in stays:
@@ -76,6 +83,27 @@ def convert_module(
 def _own_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     metrics = {id(part) for module in root.modules() if isinstance(module, Metric) for part in module.modules()}
     return ((name, module) for name, module in root.named_modules() if id(module) not in metrics)
+
+
+def _parameters_to_keep(root: nn.Module, kept: Collection[int]) -> set[int]:
+    """Ids of the parameters of modules in full precision.
+
+    Raises:
+        ValueError: For one that a module in 16 bits shares.
+    """
+    owners: dict[int, str] = {}
+    for name, module in root.named_modules():
+        if id(module) in kept:
+            owners.update((id(p), f"{name}.{key}") for key, p in module._parameters.items() if p is not None)
+    for name, module in root.named_modules():
+        if id(module) not in kept:
+            for parameter in module._parameters.values():
+                if id(parameter) in owners:
+                    raise ValueError(
+                        f"`full_precision_modules` keeps `{owners[id(parameter)]}` in fp32, but `{name}` shares it and "
+                        "computes in 16 bits. Name both."
+                    )
+    return set(owners)
 
 
 def _buffers_to_keep(root: nn.Module, patterns: Literal["auto"] | Sequence[str]) -> set[str]:

@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
-from lightning_bigmodel.scaling.casting import HALF_DTYPES, cast_floats, run_full, tensors_in
+from lightning_bigmodel.scaling.casting import cast_floats, in_full_precision, run_full
 
 __all__ = ["ModulePrecision", "matching_modules"]
 
@@ -28,7 +29,8 @@ def matching_modules(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.M
             class it derives from ("LayerNorm", "*Norm"), capitals as written.
 
     Returns:
-        Name -> module, in the order of the model. The model itself has the name "".
+        Name -> module, in the order of the model. The model itself has the name ""; of it, and of lists and dicts of
+        modules, which nobody calls, all that they hold.
 
     Raises:
         TypeError: If `patterns` is one string, or holds something else than strings.
@@ -48,10 +50,16 @@ def matching_modules(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.M
     for pattern in patterns:
         if not any(fnmatchcase(known, pattern) for group in names.values() for known in group):
             raise ValueError(_unmatched(pattern, names))
-    return {
+    found = {
         name: module
         for name, module in root.named_modules()
         if any(fnmatchcase(known, pattern) for pattern in patterns for known in names[name])
+    }
+    inside = {id(part) for module in found.values() if module is root or _is_list(module) for part in module.modules()}
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if (name in found or id(module) in inside) and not _is_list(module)
     }
 
 
@@ -68,8 +76,8 @@ class ModulePrecision:
     Args:
         root: The model.
         patterns: As of `matching_modules`.
-        restore_output_dtype: Whether outputs go back to the dtype of the first half input. For models whose weights are
-            half: without autocast the next module would refuse float32. Default: False.
+        output_dtype: What floating outputs are cast to. For models whose weights are half: without autocast the next
+            module would refuse float32. Default: None, float32.
 
     Raises:
         TypeError: As by `matching_modules`.
@@ -85,17 +93,15 @@ class ModulePrecision:
         precision.remove()
     """
 
-    def __init__(self, root: nn.Module, patterns: Sequence[str], *, restore_output_dtype: bool = False) -> None:
+    def __init__(self, root: nn.Module, patterns: Sequence[str], *, output_dtype: torch.dtype | None = None) -> None:
         self.modules = matching_modules(root, patterns)
-        self.restore_output_dtype = restore_output_dtype
+        self.output_dtype = output_dtype
         self._installed: list[tuple[nn.Module, _Forward]] = []
 
     def install(self) -> None:
         """Begins; a second call does nothing."""
         if not self._installed:
-            self._installed = [
-                (module, _Forward(module, self.restore_output_dtype)) for module in self.modules.values()
-            ]
+            self._installed = [(module, _Forward(module, self.output_dtype)) for module in self.modules.values()]
 
     def remove(self) -> None:
         """Leaves each module as it was; without an `install` it does nothing."""
@@ -111,11 +117,11 @@ class _Forward:
     autocast would stay off.
     """
 
-    def __init__(self, module: nn.Module, restore_output_dtype: bool) -> None:
+    def __init__(self, module: nn.Module, output_dtype: torch.dtype | None) -> None:
         self.before = module.__dict__.get("forward")
         self.switch = {"on": True}
         # Bound as a method, so that a deep copy of the module calls the copy.
-        self.installed = MethodType(_full_forward(self.before, self.switch, restore_output_dtype), module)
+        self.installed = MethodType(_full_forward(self.before, self.switch, output_dtype), module)
         module.__dict__["forward"] = self.installed
 
     def remove(self, module: nn.Module) -> None:
@@ -129,21 +135,22 @@ class _Forward:
 
 
 def _full_forward(
-    before: Callable[..., Any] | None, switch: dict[str, bool], restore_output_dtype: bool
+    before: Callable[..., Any] | None, switch: dict[str, bool], output_dtype: torch.dtype | None
 ) -> Callable[..., Any]:
     # By this name a pickled module finds the forward of its class again.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call, first = (before, ()) if before is not None else (type(self).forward, (self,))
         if not switch["on"]:
             return call(*first, *args, **kwargs)
+        is_inner = in_full_precision()  # of another such module, which goes on in float32
         output = run_full(call, (*first, *args), kwargs)
-        if restore_output_dtype:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.dtype in HALF_DTYPES:
-                    return cast_floats(output, tensor.dtype)
-        return output
+        return output if output_dtype is None or is_inner else cast_floats(output, output_dtype)
 
     return forward
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _class_names(module: nn.Module) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -145,26 +145,40 @@ def _cannot(target: Target, why: str) -> ValueError:
 
 
 def _find_regions(module: nn.Module, targets: list[Target], is_sequence: bool) -> list[CutRegion]:
-    """Pair each colwise layer with the rowwise layer that reads it: the next in the smallest module that has any."""
+    """Pair each colwise layer with the rowwise layer that reads it.
+
+    That is the next one in the smallest module that has one after it. Where a module has its rowwise layer first, it is
+    the last one there that no other layer is followed by.
+    """
     modules = dict(module.named_modules())
     order = {name: position for position, name in enumerate(modules)}
     rows = [t for t in targets if t.style.name == "rowwise" and _layer(t).kind == "linear"]
+    columns = [t for t in targets if t.style.name == "colwise" and _layer(t).kind == "linear"]
     listed = {target.name for target in targets}
+    around = {column.name: _rows_around(column.name, rows) for column in columns}
+
+    def after(column: Target, near: list[Target]) -> list[Target]:
+        return [row for row in near if order[row.name] > order[column.name]]
+
+    followed: set[str] = set()
+    for column in columns:
+        for _, near in around[column.name][:1]:
+            followed |= {row.name for row in after(column, near)[:1]}
     regions: dict[str, CutRegion] = {}
-    for column in targets:
-        if column.style.name != "colwise" or _layer(column).kind != "linear":
-            continue
-        ancestor = column.name
-        near: list[Target] = []
-        while ancestor and not near:
-            ancestor = ancestor.rpartition(".")[0]
-            near = [row for row in rows if not ancestor or row.name.startswith(f"{ancestor}.")]
-        if not near:
+    for column in columns:
+        found: tuple[str, Target] | None = None
+        for ancestor, near in around[column.name]:
+            later = after(column, near)
+            free = [row for row in near if row.name not in followed]
+            if later or free:
+                found = (ancestor, later[0] if later else free[-1])
+                break
+        if found is None:
             raise _cannot(
                 column,
                 "no `rowwise` layer reads its cut output. Add it, or write `colwise_gather`",
             )
-        row = next((row for row in near if order[row.name] > order[column.name]), near[-1])
+        ancestor, row = found
         region = regions.setdefault(row.name, CutRegion(row=row, ancestor=modules[ancestor]))
         region.columns.append(column)
         if len([*region.ancestor.modules()]) < len([*modules[ancestor].modules()]):
@@ -185,6 +199,17 @@ def _find_regions(module: nn.Module, targets: list[Target], is_sequence: bool) -
         )
         region.gathers_at_ancestor = is_sequence and own_parent and not has_sequence_inside
     return list(regions.values())
+
+
+def _rows_around(name: str, rows: Sequence[Target]) -> list[tuple[str, list[Target]]]:
+    """Each module around a layer, from the smallest, with the rowwise layers in it where it has any."""
+    found = []
+    while name:
+        name = name.rpartition(".")[0]
+        near = [row for row in rows if not name or row.name.startswith(f"{name}.")]
+        if near:
+            found.append((name, near))
+    return found
 
 
 def _look_around(region: CutRegion, ancestor_name: str, listed: set[str]) -> None:

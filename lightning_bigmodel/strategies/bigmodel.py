@@ -29,7 +29,7 @@ One training batch, every hook in place (`M` micro-batches, stages of this rank 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -512,7 +512,13 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             self.engine.root, self._seed, self.root_device, is_loaded=trainer.ckpt_path is not None
         )
         keeps_rows = self._sharding.zero_stage == 3 and self.mesh.layout.data_shard > 1 and self.mesh.layout.tensor == 1
-        self._materializer.fill([p for p in share.owned if not p.ndim] if keeps_rows else share.owned)
+        self._fill([p for p in share.owned if not p.ndim] if keeps_rows else share.owned)
+
+    def _fill(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        assert self._materializer is not None
+        self._materializer.fill(parameters)
+        if isinstance(self.precision_plugin, BigModelPrecision):
+            self.precision_plugin.convert_new_buffers(self.engine.root)
 
     def _place(self, trainer: pl.Trainer) -> None:
         """Put what this rank holds on its device, in shards where so asked, and begin a window of gradients."""
@@ -544,7 +550,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
                 offload=settings.policy,
                 compute_dtype=mixed_precision_rule(engine.root, self.precision_plugin),
                 reduce_dtype=self._reduce_dtype(),
-                prepare=self._materializer.fill if self._materializer is not None else None,
+                prepare=self._fill if self._materializer is not None else None,
             )
             engine.places = self._sharded
             slices = {} if self._tensor is None else self._tensor.held(self._sharded.holder)

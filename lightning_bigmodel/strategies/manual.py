@@ -151,3 +151,7 @@ class ManualOptimization(StepHooks):
             self._is_unscaled = False
         if self._sharded is not None:
             self._sharded.hide()
+            # What the user has not erased is still there, whatever the next backward makes gradients of.
+            shards = self._sharded.shards
+            kept = {id(p) for p in shards.parameters if shards.shard_of(p).grad is not None}
+            shards.present |= kept

@@ -228,12 +228,12 @@ def test_a_model_of_half_weights_goes_on_in_half(half):
     x = torch.randn(2, 4, dtype=half)
     with pytest.raises(RuntimeError, match="dtype"):
         model(x)
-    precision = ModulePrecision(model, ["Router"], restore_output_dtype=True)
+    precision = ModulePrecision(model, ["Router"], output_dtype=half)
     precision.install()
     routed, others = model.router(x)
     assert routed.dtype == half
     assert others["count"].dtype == torch.int64
-    assert model.router(x.float())[0].dtype == torch.float32
+    assert model.router(x.float())[0].dtype == half  # as an embedding, whose inputs have no such type
     out = model(x)
     out.sum().backward()
     precision.remove()
@@ -301,3 +301,20 @@ def test_compiled_modules_obey(monkeypatch):
     torch._dynamo.reset()
     assert not torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_lists_and_the_model_itself_stand_for_what_they_hold():
+    """A name of something nobody calls, which changes nothing."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))])
+    assert list(matching_modules(model, ["blocks"])) == ["blocks.0", "blocks.1", "blocks.1.0"]
+    assert set(matching_modules(model, ["*"])) == {"", "blocks.0", "blocks.1", "blocks.1.0"}
+
+
+def test_inner_modules_leave_it_to_the_outer_one():
+    """A half output in the middle of a module in full precision."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = ModulePrecision(model, ["*"], output_dtype=torch.bfloat16)
+    precision.install()
+    assert model(torch.randn(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    precision.remove()

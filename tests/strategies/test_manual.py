@@ -128,3 +128,32 @@ def test_each_optimizer_gets_its_own_state_back(tmp_path: Path) -> None:
     for strategy in ({"zero_stage": 3}, {"zero_stage": 1}, {}):
         for result in run_ranks(_resumed, 2, str(tmp_path / "epoch=0.ckpt"), 2, 2, strategy):
             assert_same_weights(result, expected)
+
+
+class Late(Gan):
+    """Both losses first, each in a backward of its own, and both steps after every second batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Accumulation by hand over two optimizers."""
+        x, _ = batch
+        made = self.generator(x)
+        self.manual_backward(nn.functional.softplus(self.critic(made.detach())).mean() / 2)
+        self.manual_backward(made.square().mean() / 2)
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _fit_late(devices: int, batch_size: int, strategy: dict[str, Any]) -> dict[str, Any]:
+    module = Late()
+    trainer(BigModelStrategy(**strategy), devices).fit(module, data(batch_size))
+    return weights(module)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}])
+def test_a_backward_keeps_gradients_of_other_parameters(strategy: dict[str, Any]) -> None:
+    """What an earlier backward gave to parameters that the present one does not reach."""
+    expected = run_ranks(_fit_late, 1, 1, 6, {})[0]
+    for found in run_ranks(_fit_late, 2, 2, 3, strategy):
+        assert_same_weights(found, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -438,3 +439,116 @@ def test_where_sums_have_one_order_the_bits_are_those_of_one_process(name: str) 
     expected = run_ranks(_fit_dtypes, 1, name, None, 1, 1, Chain)[0]
     for found in run_ranks(_fit_dtypes, 2, name, whole, 2, 1, Chain):
         assert found["losses"] == expected["losses"]
+
+
+class Late(LightningModule):
+    """Built in `configure_model`, on the meta device where asked for; statistics, frequencies and a table."""
+
+    def __init__(self, meta: bool) -> None:
+        super().__init__()
+        self.meta = meta
+        self.layers: nn.ModuleList | None = None
+        self.types: dict[str, str] = {}
+        self.frequencies: list[float] = []
+
+    def configure_model(self) -> None:
+        """Once."""
+        if self.layers is None:
+            with torch.device("meta") if self.meta else nullcontext():
+                self.layers = nn.ModuleList(Turning() for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Regression."""
+        x, y = batch
+        assert self.layers is not None
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x.float(), y.float())
+
+    def configure_optimizers(self) -> Any:
+        """Plain."""
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_train_end(self) -> None:
+        """Types within the run."""
+        assert self.layers is not None
+        layer = self.layers[0]
+        if not layer.inv_freq.isnan().any():  # of this stage
+            self.frequencies = layer.inv_freq.tolist()
+            self.types = {
+                name: str(tensor.dtype) for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]
+            }
+
+
+class Turning(nn.Module):
+    """Makes its buffers anew when it gets its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("inv_freq", torch.empty(WIDTH // 2))
+        self.register_buffer("table", torch.empty(WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Of the type they were asked for."""
+        self.inv_freq = 1.0 / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH)
+        self.table = torch.linspace(0.0, 1.0, WIDTH, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The table has the type of the run."""
+        angles = torch.cat([self.inv_freq.sin(), self.inv_freq.cos()]).to(x.dtype)
+        out: Tensor = x + self.norm(self.linear(x + self.table + angles))
+        return out
+
+
+def _fit_late(settings: dict[str, Any], devices: int, meta: bool, name: Any) -> dict[str, Any]:
+    module = Late(meta)
+    modules = ["LayerNorm"] if "bf16" in name else []
+    run(module, BigModelPrecision(name, full_precision_modules=modules), BigModelStrategy(**settings), devices, devices)
+    return {"types": module.types, "frequencies": module.frequencies}
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "64-true"])
+@pytest.mark.parametrize(("devices", "settings", "meta"), [(1, {}, False), (2, {"zero_stage": 3}, True)])
+def test_what_configure_model_builds_has_the_types_of_the_run(
+    devices: int, settings: dict[str, Any], meta: bool, name: str
+) -> None:
+    """Frequencies made of 16 bits; buffers that are made later and stay in the type they were written with."""
+    other = {"bf16-true": "torch.bfloat16", "64-true": "torch.float64"}[name]
+    full = FULL if name == "bf16-true" else other
+    exact = 1.0 / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH)
+    for found in run_ranks(_fit_late, devices, settings, devices, meta, name):
+        types = found["types"]
+        assert (types["inv_freq"], types["table"], types["linear.weight"]) == (full, other, other)
+        assert types["norm.weight"] == full
+        assert found["frequencies"] == pytest.approx(exact.tolist(), rel=1e-6)
+
+
+class Tied(Overflowing):
+    """An embedding whose weight the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The embedding takes no numbers with a fraction."""
+        x = self.embed((batch[0][:, 0] > 0).long())
+        loss = nn.functional.mse_loss(self.head(self.blocks[0](x)).float(), batch[1][:, :10].float())
+        self.log("loss", loss)
+        return loss
+
+
+def _fit_tied(modules: list[str]) -> str:
+    module = Tied()
+    run(module, BigModelPrecision("bf16-true", full_precision_modules=modules), BigModelStrategy())
+    return str(module.embed.weight.dtype)
+
+
+def test_tied_weights_are_kept_together_or_not_at_all() -> None:
+    """A weight that one of its modules casts; an embedding whose output is fp32 among layers of 16 bits."""
+    assert run_ranks(_fit_tied, 1, ["embed", "head"])[0] == FULL
+    with pytest.raises(Exception, match=r"`embed.weight` in fp32, but `head` shares it"):
+        run_ranks(_fit_tied, 1, ["embed"])

@@ -276,3 +276,44 @@ def test_a_plan_that_is_right_or_cannot_be_tried_is_taken(is_manual: bool) -> No
     assert len(first["said"]) == int(is_manual)
     if is_manual:
         assert "manual optimization cannot run without an optimizer" in first["said"][0]
+
+
+class Pooled(LightningModule):
+    """A pair of layers whose halves lie in different modules, after pairs of its own in the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.body = nn.Module()
+        self.body.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}) for _ in range(2)
+        )
+        self.body.pooler = nn.Linear(8, 8)
+        self.classifier = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Classification."""
+        (x,) = batch
+        for block in self.body.blocks:
+            x = x + block["down"](torch.relu(block["up"](x)))
+        loss = self.classifier(torch.tanh(self.body.pooler(x))).logsumexp(-1).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Plain."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_layer_is_paired_with_the_one_that_reads_it() -> None:
+    """A pooling layer that is taken for a second half of the last block, so that its reader has none."""
+    given = {
+        "body.blocks.*.up": "colwise",
+        "body.blocks.*.down": "rowwise",
+        "body.pooler": "colwise",
+        "classifier": "rowwise",
+    }
+    strategy = BigModelStrategy(tensor_parallel_size=2, tensor_plan=given)
+    batch = [torch.randn(4, 8, generator=torch.Generator().manual_seed(1))]
+    report = assert_parallel_equivalent(Pooled(), batch, strategy, world_size=2, timeout_seconds=60.0)
+    assert report.num_parameters == 12
