@@ -7,6 +7,7 @@ Whatever a subcommand needs beyond that is imported when it runs, so ``bigmodel 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-__all__ = ["convert", "demo", "main"]
+__all__ = ["convert", "demo", "inspect", "main"]
 
 _FAILED = 1
 _BAD_USAGE = 2
@@ -70,17 +71,33 @@ def demo(
     return run_demo(settings, Console())
 
 
-def convert(directory: str, output_path: str, overwrite: bool = False, ema: bool = False) -> int:
-    """Make one ordinary Lightning checkpoint file of a sharded checkpoint folder.
+def convert(
+    source: str,
+    target: str,
+    to: Literal["sharded", "ckpt", "safetensors"] | None = None,
+    overwrite: bool = False,
+    ema: bool = False,
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    max_shard_size: str | None = None,
+    allow_code: bool = False,
+) -> int:
+    """Convert a checkpoint: sharded folder, Lightning file or safetensors, from each to each.
 
-    Averages that `ExponentialMovingAverage` has saved become `ema_state_dict` in the file. Loads the folder's Python
-    objects as Lightning's own loading does: convert only checkpoints you trust.
+    safetensors has weights alone. Averages that `ExponentialMovingAverage` has saved become `ema_state_dict` in a
+    Lightning file. Reads folders of Lightning's `ModelParallelStrategy` too. Runs no code from the checkpoint.
 
     Args:
-        directory: A complete sharded checkpoint folder.
-        output_path: The file to write, such as ``model.ckpt``.
-        overwrite: Replace the file if it exists.
+        source: A sharded folder, a Lightning file, a file of safetensors or a folder with their index.
+        target: Where to write, such as ``model.ckpt``, ``model.safetensors`` or a folder.
+        to: The kind to write. By default safetensors for ``*.safetensors``, else of a folder a file and of a file a
+            folder; of safetensors a file for ``*.ckpt`` and else a folder.
+        overwrite: Replace what is there.
         ema: Write the averaged weights as the weights, for inference: without optimizer states.
+        strip_prefix: Taken from the beginning of names, to or from safetensors, such as ``model.`` for transformers.
+        add_prefix: Put before names, to or from safetensors.
+        max_shard_size: Most of a file in a folder of safetensors, such as ``2GB``. By default ``5GB``.
+        allow_code: Load pickled objects that may run code: only of checkpoints you trust.
 
     Returns:
         Exit code: 0.
@@ -89,28 +106,83 @@ def convert(directory: str, output_path: str, overwrite: bool = False, ema: bool
     from rich.markup import escape
     from rich.progress import Progress
 
-    from lightning_bigmodel.checkpoint.convert import convert_to_single_file
+    from lightning_bigmodel.checkpoint.formats import convert_checkpoint
 
     console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=None)
+        task = progress.add_task("converting", total=None)
 
-        def on_progress(num_read: int, num_values: int, key: str) -> None:
-            progress.update(task, completed=num_read, total=num_values)
+        def on_progress(num_done: int, num_values: int, key: str) -> None:
+            progress.update(task, completed=num_done, total=num_values)
 
-        convert_to_single_file(
-            directory,
-            output_path,
+        left_out = convert_checkpoint(
+            source,
+            target,
+            to=to,
             overwrite=overwrite,
+            weights_only=not allow_code,
             weights_from="ema" if ema else None,
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+            max_shard_size=max_shard_size,
             progress=on_progress,
         )
-    num_bytes = Path(output_path).stat().st_size
-    console.print(f"wrote {escape(output_path)} ({num_bytes:,} bytes)", highlight=False, soft_wrap=True)
+    written = Path(target)
+    files = [written] if written.is_file() else [path for path in written.iterdir() if path.is_file()]
+    num_bytes = sum(path.stat().st_size for path in files)
+    console.print(f"wrote {escape(target)} ({num_bytes:,} bytes)", highlight=False, soft_wrap=True)
+    if left_out:
+        console.print(f"left out, being no tensors: {escape(', '.join(left_out))}", highlight=False, soft_wrap=True)
     return 0
 
 
-_SUBCOMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "convert": convert}
+def inspect(path: str, as_json: bool = False, allow_code: bool = False) -> int:
+    """Show what a checkpoint holds, and whether it is whole.
+
+    Names, shapes, types, layout, step, epoch and sizes of a sharded folder (Lightning's own too), a Lightning file or
+    safetensors. Reads no tensors and runs no code from the checkpoint; says which file would need it.
+
+    Args:
+        path: The checkpoint.
+        as_json: Print JSON.
+        allow_code: Also read a Lightning file whose pickled objects may run code: only of checkpoints you trust.
+
+    Returns:
+        Exit code: 0, or 1 if something is missing or damaged.
+    """
+    import json
+
+    from rich.console import Console
+
+    from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
+
+    report = inspect_checkpoint(path, weights_only=not allow_code)
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        Console().print(_report_lines(report), markup=False, highlight=False, soft_wrap=True)
+    return _FAILED if report["problems"] else 0
+
+
+def _report_lines(report: dict[str, Any]) -> str:
+    known = ("global_step", "epoch", "layout", "num_ranks", "num_optimizers")
+    lines = [f"{report['path']}: {report['kind']}"]
+    lines += [f"{key}: {report[key]}" for key in known if report[key] is not None]
+    lines += [
+        f"tensors: {len(report['tensors'])}, {report['tensor_bytes']:,} bytes; files: {report['file_bytes']:,} bytes"
+    ]
+    width = max(map(len, report["tensors"]), default=0)
+    lines += [f"  {key:{width}}  {entry['dtype']} {entry['shape']}" for key, entry in report["tensors"].items()]
+    lines += [f"  {name} is the same tensor as {kept}" for name, kept in report["same_tensor"].items()]
+    lines += [
+        f"{name} needs code to be loaded ({', '.join(classes)}): if you trust it, give --allow-code"
+        for name, classes in report["needs_code"].items()
+    ]
+    lines += [f"NOT COMPLETE: {problem}" for problem in report["problems"]]
+    return "\n".join(lines if report["problems"] else [*lines, "complete"])
+
+
+_SUBCOMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "convert": convert, "inspect": inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,19 +229,20 @@ def _run(argv: list[str]) -> int:
 def _build_parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
-    flags = {
-        "overwrite": "Replace the file if it exists.",
-        "ema": "Write the averaged weights as the weights, for inference: without optimizer states.",
-    }
     about = "Train an unchanged LightningModule under any layout of ranks, to the numbers of one process."
     parser = ArgumentParser(prog="bigmodel", description=about, exit_on_error=False)
     subcommands = parser.add_subcommands(title="subcommands", required=True)
     for name, function in _SUBCOMMANDS.items():
         subparser = ArgumentParser(description=_summary(function), exit_on_error=False)
-        subparser.add_function_arguments(function, as_group=False, as_positional=True, skip=set(flags))
-        # jsonargparse would make `--overwrite true` of a bool.
-        for flag in (flag for flag in flags if flag in signature(function).parameters):
-            subparser.add_argument(f"--{flag}", action="store_true", help=flags[flag])
+        # jsonargparse would make `--overwrite true` of a bool, and `--strip_prefix` of two words.
+        own = [p for p in signature(function).parameters.values() if p.annotation == "bool" or "_" in p.name]
+        subparser.add_function_arguments(function, as_group=False, as_positional=True, skip={p.name for p in own})
+        for parameter in own:
+            option, text = _option(parameter.name), _argument_help(function, parameter.name)
+            if parameter.annotation == "bool":
+                subparser.add_argument(option, dest=parameter.name, action="store_true", help=text)
+            else:
+                subparser.add_argument(option, dest=parameter.name, type=str, default=parameter.default, help=text)
         subcommands.add_subcommand(name, subparser, help=_summary(function).splitlines()[0])
     return parser
 
@@ -177,6 +250,16 @@ def _build_parser() -> ArgumentParser:
 def _summary(function: Callable[..., Any]) -> str:
     lines = (function.__doc__ or "").partition("Args:")[0].strip().splitlines()
     return "\n".join(line.strip() for line in lines)
+
+
+def _option(name: str) -> str:
+    return "--" + name.removeprefix("as_").replace("_", "-")
+
+
+def _argument_help(function: Callable[..., Any], name: str) -> str:
+    arguments = (function.__doc__ or "").partition("Args:")[2].partition("\n\n")[0]
+    found = re.search(rf"^ *{name}: (.*(?:\n {{12}}.*)*)", arguments, flags=re.MULTILINE)
+    return "" if found is None else " ".join(found[1].split())
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -27,7 +27,7 @@ def _logs(folder):
     return "".join(f"\n== {path.name}\n{path.read_text()}" for path in sorted(folder.glob("logs/*.log")))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["convert", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["convert", "--help"], ["inspect", "--help"]])
 def test_help_is_printed_and_succeeds(arguments, capsys):
     """Help that raises, or exits with an error, is no help."""
     assert main(arguments) == 0
@@ -40,14 +40,17 @@ def test_help_names_every_subcommand_and_option(capsys):
     """An option that help does not show is not found."""
     main(["--help"])
     text = capsys.readouterr().out
-    assert all(name in text for name in ("demo", "convert"))
+    assert all(name in text for name in ("demo", "convert", "inspect"))
     main(["demo", "--help"])
     text = capsys.readouterr().out
     assert all(f"--{name}" in text for name in ("ranks", "steps", "seed", "output", "accelerator"))
     main(["convert", "--help"])
     text = capsys.readouterr().out
-    assert all(f"[--{name}]" in text for name in ("overwrite", "ema"))
-    assert "directory output_path" in text
+    assert all(f"[--{name}]" in text for name in ("overwrite", "ema", "allow-code"))
+    assert all(f"[--{name} " in text for name in ("to", "strip-prefix", "add-prefix", "max-shard-size"))
+    assert "source target" in " ".join(text.split())
+    main(["inspect", "--help"])
+    assert all(f"[--{name}]" in capsys.readouterr().out for name in ("json",))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_help_names_every_subcommand_and_option(capsys):
         (["demo", "--steps", "many"], "steps"),
         (["demo", "--steps", "1"], "`steps` is 1"),
         (["demo", "--no-such-option", "1"], "--no-such-option"),
-        (["convert", "only-one"], "output_path"),
+        (["convert", "only-one"], "target"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys):

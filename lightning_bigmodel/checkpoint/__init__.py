@@ -1,12 +1,15 @@
 """Checkpoints of a model cut over ranks: one directory written by all of them, readable under any other layout.
 
-Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``convert`` makes
-one ordinary Lightning file of it.
+Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``formats`` converts
+it from and to Lightning files and safetensors, ``inspection`` says what there is.
 """
 
+from lightning_bigmodel.checkpoint._pickle import read_guarded
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
 from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries
-from lightning_bigmodel.checkpoint.index import CheckpointIndex, TensorEntry
+from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
+from lightning_bigmodel.checkpoint.index import SAME_TENSOR, CheckpointIndex, TensorEntry
+from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
 from lightning_bigmodel.checkpoint.optimizer_rows import marked_state
 from lightning_bigmodel.checkpoint.regions import Region, RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import (
@@ -32,12 +35,16 @@ __all__ = [
     "OptimizerState",
     "Region",
     "RegionLayout",
+    "SAME_TENSOR",
     "TensorEntry",
     "TensorRegions",
+    "convert_checkpoint",
     "convert_to_single_file",
     "describe",
+    "inspect_checkpoint",
     "is_complete",
     "is_sharded_checkpoint",
+    "kind_of",
     "load_model_state",
     "load_optimizer_state",
     "load_sharded",
@@ -46,6 +53,7 @@ __all__ = [
     "optimizer_state_by_name",
     "portable_entries",
     "quantized_entries",
+    "read_guarded",
     "read_index",
     "read_rank_state",
     "save_sharded",

@@ -6,7 +6,9 @@ whatever a rank raised in order to send it, which itself fails (and leaves the o
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import mmap
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +22,14 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -68,7 +77,13 @@ def write_tensors(directory: Path, state: dict[str, Any], ranks: Ranks) -> dcp_m
 
 
 def read_values(
-    directory: Path, targets: dict[str, Any], *, weights_only: bool, on_read: Progress | None = None
+    directory: Path,
+    targets: dict[str, Any],
+    *,
+    weights_only: bool,
+    on_read: Progress | None = None,
+    is_ours: bool = True,
+    is_mapped: bool = False,
 ) -> None:
     """Read the keys of ``targets`` in place, without communication.
 
@@ -80,6 +95,9 @@ def read_values(
             tensor.
         weights_only: Refuse pickles that are more than tensors and plain containers.
         on_read: Called with the key after each value.
+        is_ours: Whether `write_tensors` wrote it, which wraps what is no tensor.
+        is_mapped: Copy out of files mapped into memory, without memory of its own for what is read. Not for network
+            file systems that many ranks read at once.
     """
     objects = [key for key, value in targets.items() if not isinstance(value, (torch.Tensor, TensorRegions))]
     remaining = set(targets)
@@ -90,7 +108,7 @@ def read_values(
             remaining.remove(key)
             on_read(key)
 
-    reader = _GuardedReader(directory) if weights_only else FileSystemReader(directory)
+    reader = _Reader(directory, weights_only=weights_only, is_mapped=is_mapped)
     try:
         with _without_process_group_warning():
             load(
@@ -101,10 +119,27 @@ def read_values(
             )
     except CheckpointException as failure:
         raise _only_failure(failure) from None
-    for key in objects:
+    for key in objects if is_ours else ():
         targets[key] = targets[key][0]
     for key in sorted(remaining):  # tensors without elements are not read at all
         report(key)
+
+
+def read_table(directory: Path) -> dcp_metadata.Metadata:
+    """The table of tensors, read without running code of it.
+
+    Raises:
+        ValueError: If it is damaged, or names what such a table never needs.
+    """
+    path = directory / ".metadata"
+    try:
+        with path.open("rb") as file:
+            table = _TableUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ImportError) as error:
+        raise ValueError(f"`{path}` is damaged ({error or type(error).__name__}). Copy it again.") from error
+    if not isinstance(table, dcp_metadata.Metadata):
+        raise ValueError(f"`{path}` is damaged: it holds no table of tensors. Copy it again.")
+    return table
 
 
 @contextmanager
@@ -188,17 +223,90 @@ class _ReadPlanner(DefaultLoadPlanner):
         self._report(read_item.dest_index.fqn)
 
 
-class _GuardedReader(FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the table of tensors, which torch pickles, by a list of the classes such a table is made of."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, weights_only: bool, is_mapped: bool) -> None:
         super().__init__(directory)
+        self._is_mapped = is_mapped
         # At once: an error inside `load` would be logged and replaced by one that says less.
-        with (directory / ".metadata").open("rb") as file:
-            self._table: dcp_metadata.Metadata = _TableUnpickler(file).load()
+        self._table = read_table(directory) if weights_only else None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        return self._table
+        if self._table is not None:
+            return self._table
+        found: dcp_metadata.Metadata = super().read_metadata(*args, **kwargs)
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        rest = []
+        files: dict[str, mmap.mmap] = {}
+        for item in plan.items if self._is_mapped else ():
+            place = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO or place.transform_descriptors:
+                rest.append(item)
+                continue
+            if place.relative_path not in files:
+                files.clear()  # items of one file come together
+                with (Path(self.path) / place.relative_path).open("rb") as file:
+                    files[place.relative_path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            target = planner.resolve_tensor(item).detach()
+            if _copy_mapped(files[place.relative_path], place.offset, place.length, item, target):
+                planner.commit_tensor(item, target)
+            else:
+                rest.append(item)
+        left = dataclasses.replace(plan, items=rest) if self._is_mapped else plan
+        done: torch.futures.Future[None] = super().read_data(left, planner)
+        return done
+
+
+def _copy_mapped(mapped: mmap.mmap, offset: int, length: int, item: ReadItem, target: torch.Tensor) -> bool:
+    """Copy a tensor that ``torch.save`` wrote at a place of a file; False where torch does not say where it lies."""
+    part: Any = _Part(mapped, offset, length)
+    described = torch.load(part, map_location="meta", weights_only=True)
+    storage = described.untyped_storage()
+    at = getattr(storage, "_checkpoint_offset", None)  # set by torch for this; private (2.13, not in 2.11)
+    if at is None or described.numel() == 0:
+        return False
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=storage.nbytes(), offset=offset + at)
+    if (offset + at) % described.element_size():  # tensors follow each other in the file as they come
+        is_plain = described.is_contiguous() and described.nbytes == storage.nbytes() == target.nbytes
+        if is_plain and target.is_contiguous() and target.dtype == described.dtype:
+            target.view(-1).view(torch.uint8).copy_(raw)
+            return True
+        raw = raw.clone()
+    source = raw.view(described.dtype).as_strided(described.size(), described.stride(), described.storage_offset())
+    for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        source = source.narrow(dim, start, size)
+    target.copy_(source)
+    return True
+
+
+class _Part(io.RawIOBase):
+    """A part of what is mapped, as a file."""
+
+    def __init__(self, mapped: mmap.mmap, offset: int, length: int) -> None:
+        self._mapped, self._offset, self._length, self._at = mapped, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        start = self._offset + self._at
+        found = self._mapped[start : min(start + len(buffer), self._offset + self._length)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
 
 class _TableUnpickler(pickle.Unpickler):
@@ -230,6 +338,6 @@ class _TableUnpickler(pickle.Unpickler):
         if is_dtype or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise ValueError(
-            f"The checkpoint's table of tensors names `{module}.{name}`, which such a table never needs."
+            f"The checkpoint's table of tensors, `.metadata`, names `{module}.{name}`, which such a table never needs."
             " It was tampered with, or written by another torch: load with `weights_only=False` only if you trust it."
         )

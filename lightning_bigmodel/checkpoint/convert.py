@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
-from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
+from lightning_bigmodel.checkpoint._pickle import write_pickled
 from lightning_bigmodel.checkpoint._versions import set_module_versions
 from lightning_bigmodel.checkpoint.eight_bit import quantized_entries
+from lightning_bigmodel.checkpoint.foreign import ForeignIndex, read_parts
 from lightning_bigmodel.checkpoint.index import (
-    METADATA_FILE,
+    SAME_TENSOR,
     CheckpointIndex,
     TensorEntry,
     extra_key,
@@ -35,7 +36,7 @@ def convert_to_single_file(
     output_path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    weights_only: bool = False,
+    weights_only: bool = True,
     weights_from: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -52,8 +53,8 @@ def convert_to_single_file(
         directory: A complete sharded checkpoint.
         output_path: The file to write, such as ``"last-single.ckpt"``.
         overwrite: Replace a file that exists. Default: ``False``.
-        weights_only: Refuse a checkpoint whose pickled parts hold more than tensors and plain containers; loading
-            others can run code. Default: ``False``.
+        weights_only: Refuse a checkpoint whose pickled parts hold more than tensors, plain containers and classes that
+            only hold values; loading others can run code. Default: ``True``.
         weights_from: A further set, such as ``"ema"``, whose values take the place of the weights of their name in
             ``state_dict``, in the type of the weights. The file is for inference then: it has neither optimizer states
             nor further sets. Default: ``None``, the weights themselves.
@@ -85,9 +86,9 @@ def convert_to_single_file(
         raise FileNotFoundError(f"There is no directory `{output.parent}` to write `{output.name}` in: make it first.")
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.writing-", dir=output.parent))
     try:
-        keys = index.keys if weights_from is None else _weight_keys(index, weights_from).values()
-        values = _read_all(source, index, keys, scratch, weights_only, progress)
-        pickled = read_pickled(source / METADATA_FILE, weights_only=weights_only)
+        keys = index.keys if weights_from is None else weight_keys(index, weights_from).values()
+        values = read_mapped(source, index, keys, scratch, weights_only, progress)
+        pickled = read_parts(source, index, weights_only=weights_only)
         write_pickled(_lightning_checkpoint(index, values, pickled, weights_from), scratch / "checkpoint")
         (scratch / "checkpoint").replace(output)
         flush_to_disk(output.parent)
@@ -130,7 +131,7 @@ def describe(directory: str | os.PathLike[str]) -> dict[str, Any]:
         "model": _sums(model),
         "optimizers": [_sums(entries) for entries in optimizers],
         "extra": {
-            set_name: _sums([index.tensors[key] for key in _extra_keys(index, set_name).values()])
+            set_name: _sums([index.tensors[key] for key in extra_keys(index, set_name).values()])
             for set_name in index.extra_names
         },
         "file_bytes": sum(index.files.values()),
@@ -150,7 +151,7 @@ def _sums(entries: Sequence[TensorEntry]) -> dict[str, Any]:
     }
 
 
-def _read_all(
+def read_mapped(
     source: Path,
     index: CheckpointIndex,
     keys: Collection[str],
@@ -159,7 +160,7 @@ def _read_all(
     progress: Callable[[int, int, str], None] | None,
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
-        key: _allocate_mapped(index.tensors[key], scratch / f"{number}.bin") if key in index.tensors else None
+        key: allocate_mapped(index.tensors[key], scratch / f"{number}.bin") if key in index.tensors else None
         for number, key in enumerate(keys)
     }
     num_read = 0
@@ -170,27 +171,36 @@ def _read_all(
         if progress is not None:
             progress(num_read, len(values), key)
 
-    _dcp.read_values(source, values, weights_only=weights_only, on_read=count)
+    _dcp.read_values(
+        source,
+        values,
+        weights_only=weights_only,
+        on_read=count,
+        is_ours=not isinstance(index, ForeignIndex),
+        is_mapped=True,
+    )
     return values
 
 
-def _allocate_mapped(entry: TensorEntry, path: Path) -> torch.Tensor:
+def allocate_mapped(entry: TensorEntry, path: Path) -> torch.Tensor:
     """A tensor whose memory is a file, so that the system can write it out instead of keeping it."""
     if entry.num_bytes == 0:
         return entry.allocate()
+    with path.open("wb") as file:
+        _replace.take_room(file.fileno(), entry.num_bytes)
     return torch.from_file(str(path), shared=True, size=entry.num_elements, dtype=entry.torch_dtype).view(entry.shape)
 
 
-def _extra_keys(index: CheckpointIndex, set_name: str) -> dict[str, str]:
+def extra_keys(index: CheckpointIndex, set_name: str) -> dict[str, str]:
     """Name in a further set -> key."""
     return {name: extra_key(set_name, name) for name in index.extra_names[set_name]}
 
 
-def _weight_keys(index: CheckpointIndex, weights_from: str | None) -> dict[str, str]:
+def weight_keys(index: CheckpointIndex, weights_from: str | None) -> dict[str, str]:
     """State-dict name -> key of what is to be its value."""
     found = {name: model_key(name) for name in index.model_names}
     if weights_from is not None:
-        found.update((name, key) for name, key in _extra_keys(index, weights_from).items() if name in found)
+        found.update((name, key) for name, key in extra_keys(index, weights_from).items() if name in found)
     return found
 
 
@@ -198,21 +208,26 @@ def _lightning_checkpoint(
     index: CheckpointIndex, values: Mapping[str, Any], pickled: Mapping[str, Any], weights_from: str | None
 ) -> dict[str, Any]:
     checkpoint = dict(pickled["metadata"])
+    same_tensor = checkpoint.pop(SAME_TENSOR, ())
     versions = pickled["module_versions"]
 
     def ordered(keys: Mapping[str, str]) -> OrderedDict[str, Any]:
-        return OrderedDict((name, values[keys[name]]) for name in _in_module_order(keys, versions or ()))
+        return OrderedDict((name, values[keys[name]]) for name in in_module_order(keys, versions or ()))
 
-    state_dict = ordered(_weight_keys(index, weights_from))
+    state_dict = ordered(weight_keys(index, weights_from))
     for name, value in state_dict.items():
         entry = index.tensors.get(model_key(name))
         state_dict[name] = value if entry is None else value.to(entry.torch_dtype)
+    # As the module has it: the file then holds a tied tensor once.
+    for names in same_tensor:
+        present = [name for name in names if name in state_dict]
+        state_dict.update((name, state_dict[present[0]]) for name in present[1:])
     set_module_versions(state_dict, versions)
     checkpoint["state_dict"] = state_dict
     if weights_from is not None:
         return checkpoint
     for set_name in index.extra_names:
-        checkpoint[f"{set_name}_state_dict"] = ordered(_extra_keys(index, set_name))
+        checkpoint[f"{set_name}_state_dict"] = ordered(extra_keys(index, set_name))
     if index.num_optimizers is not None:
         checkpoint["optimizer_states"] = [
             _torch_optimizer_state(index.optimizer_keys(number), values, groups)
@@ -221,7 +236,7 @@ def _lightning_checkpoint(
     return checkpoint
 
 
-def _in_module_order(names: Iterable[str], module_paths: Iterable[str]) -> list[str]:
+def in_module_order(names: Iterable[str], module_paths: Iterable[str]) -> list[str]:
     """Names in the order of the modules they belong to; ranks wrote them in another."""
     place = {path: number for number, path in enumerate(module_paths)}
     return sorted(names, key=lambda name: (place.get(name.rpartition(".")[0], len(place)), name))

@@ -29,10 +29,12 @@ __all__ = [
     "CheckpointIndex",
     "DCP_METADATA_FILE",
     "METADATA_FILE",
+    "SAME_TENSOR",
     "TensorEntry",
     "extra_key",
     "flush_to_disk",
     "is_complete",
+    "is_foreign",
     "is_sharded_checkpoint",
     "make_index",
     "model_key",
@@ -48,6 +50,7 @@ METADATA_FILE = "metadata.pt"
 DCP_METADATA_FILE = ".metadata"
 MODEL_PREFIX = "state_dict."
 EXTRA_PREFIX = "extra."
+SAME_TENSOR = "bigmodel_same_tensor"  # in the metadata: sets of names of one tensor, each in the order of the module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +235,13 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
     )
 
 
+def is_foreign(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a sharded directory of Lightning's own ``ModelParallelStrategy``. Reads no file."""
+    directory = Path(path)
+    names = {MARK_FILE: False, METADATA_FILE: False, DCP_METADATA_FILE: True, "meta.pt": True}
+    return directory.is_dir() and all((directory / name).is_file() == wanted for name, wanted in names.items())
+
+
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a sharded checkpoint whose writing was completed and whose files are all there."""
     try:
@@ -258,6 +268,13 @@ def read_index(path: str | os.PathLike[str], *, check_files: bool = True) -> Che
     if not is_sharded_checkpoint(directory):
         kind = "a directory without checkpoint files" if directory.is_dir() else "a single file"
         raise ValueError(f"`{directory}` is {kind}, not a sharded checkpoint (a directory with `{MARK_FILE}`).")
+    if is_foreign(directory):
+        from lightning_bigmodel.checkpoint.foreign import read_foreign_index  # it builds on this module
+
+        foreign = read_foreign_index(directory)
+        if check_files:
+            raise_incomplete(directory, wrong_files(directory, foreign.files, at_least=True))
+        return foreign
     mark = directory / MARK_FILE
     try:
         content: Any = json.loads(mark.read_text(encoding="ascii"))
@@ -282,17 +299,23 @@ def read_index(path: str | os.PathLike[str], *, check_files: bool = True) -> Che
     }
     index = CheckpointIndex(**{**content, "objects": tuple(content["objects"])}, tensors=tensors)
     if check_files:
-        _check_files(directory, index.files)
+        raise_incomplete(directory, wrong_files(directory, index.files))
     return index
 
 
-def _check_files(directory: Path, files: Mapping[str, int]) -> None:
+def wrong_files(directory: Path, files: Mapping[str, int], *, at_least: bool = False) -> list[str]:
+    """What is wrong with the files that a checkpoint should have, by their sizes; ``at_least``: they may be larger."""
     wrong = []
     for name, num_bytes in files.items():
         path = directory / name
         if not path.is_file():
             wrong.append(f"`{name}` is missing")
-        elif path.stat().st_size != num_bytes:
-            wrong.append(f"`{name}` has {path.stat().st_size} bytes instead of {num_bytes}")
+        elif (found := path.stat().st_size) < num_bytes or (found > num_bytes and not at_least):
+            wrong.append(f"`{name}` has {found} bytes instead of {num_bytes}")
+    return wrong
+
+
+def raise_incomplete(directory: Path, wrong: list[str]) -> None:
+    """Raise a ValueError that names what `wrong_files` found; nothing if it found nothing."""
     if wrong:
         raise ValueError(f"`{directory}` is incomplete: {', '.join(wrong)}. Copy the whole directory again.")

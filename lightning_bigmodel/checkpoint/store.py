@@ -23,6 +23,7 @@ from lightning_bigmodel.checkpoint._names import list_with_nearest
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint._versions import module_versions, set_module_versions
+from lightning_bigmodel.checkpoint.foreign import read_parts
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
     METADATA_FILE,
@@ -30,6 +31,7 @@ from lightning_bigmodel.checkpoint.index import (
     extra_key,
     flush_to_disk,
     is_complete,
+    is_foreign,
     is_sharded_checkpoint,
     make_index,
     model_key,
@@ -37,6 +39,7 @@ from lightning_bigmodel.checkpoint.index import (
     read_index,
     write_mark,
 )
+from lightning_bigmodel.checkpoint.numbered import is_numbered, named_groups, with_names
 from lightning_bigmodel.checkpoint.optimizer_rows import Rows, is_of_other_shard, unmarked_state
 from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import OptimizerState
@@ -155,13 +158,16 @@ def load_sharded(
     layout: Mapping[str, int] | None = None,
     regions: Mapping[str, RegionLayout] | None = None,
     rows: Mapping[str, Rows] | None = None,
-    weights_only: bool = False,
+    optimizer_order: Sequence[Sequence[Sequence[str]]] | None = None,
+    same_tensor: Sequence[Collection[str]] = (),
+    weights_only: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
     """Read what this rank asks for, whatever layout wrote it. All ranks of the group call it together.
 
-    Pickled data can run code when it is loaded. ``weights_only=False`` is for directories you trust, such as those
-    your own run wrote; ``True`` refuses everything but tensors and plain containers.
+    Reads directories of Lightning's ``ModelParallelStrategy`` too. Runs no code from the checkpoint: whatever is more
+    than tensors, plain containers and classes that only hold values (paths, ``Namespace``, OmegaConf's, numpy's) is
+    refused by name. ``weights_only=False`` allows it; pickled data can run code then, so trust the directory.
 
     Communication: two small all-gathers; tensors are read by each rank from the directory, none is sent.
     Memory: the tensors asked for, and one more at a time, on the CPU.
@@ -178,7 +184,10 @@ def load_sharded(
             read as the local tensor, and so is its name in a further set. Default: ``None``, whole tensors.
         rows: Parameter name to the rows this rank's optimizers step, for state that has other shapes than the
             parameter. Default: ``None``, none.
-        weights_only: See above. Default: ``False``.
+        optimizer_order: For each optimizer here, the names in each of its groups. A directory made of a Lightning file
+            has optimizer states by that order alone. Default: ``None``, such states keep their place as name.
+        same_tensor: Sets of names of one tensor (tied parameters): one of them is enough. Default: ``()``.
+        weights_only: See above. Default: ``True``.
         process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
 
     Raises:
@@ -203,14 +212,27 @@ def load_sharded(
     def read() -> None:
         index = read_index(found, check_files=False)
         own_rank = ranks.rank if _same_layout(index, layout, ranks.num_ranks) else None
-        wanted = (model_names, optimizer_names, extra_names)
-        loaded.append(_read(found, index, *wanted, own_rank, regions or {}, rows or {}, weights_only))
+        loaded.append(
+            _read(
+                found,
+                index,
+                model_names,
+                optimizer_names,
+                extra_names,
+                own_rank,
+                regions or {},
+                rows or {},
+                optimizer_order,
+                same_tensor,
+                weights_only,
+            )
+        )
 
     ranks.agree("Reading the checkpoint", read)
     return loaded[0]
 
 
-def read_rank_state(directory: str | os.PathLike[str], rank: int, *, weights_only: bool = False) -> dict[str, Any]:
+def read_rank_state(directory: str | os.PathLike[str], rank: int, *, weights_only: bool = True) -> dict[str, Any]:
     """What one of the ranks that wrote the checkpoint saved of its own, for re-distribution over another layout.
 
     Raises:
@@ -218,6 +240,10 @@ def read_rank_state(directory: str | os.PathLike[str], rank: int, *, weights_onl
     """
     found = _replace.find(Path(directory))
     index = read_index(found, check_files=False)
+    if is_foreign(found):
+        raise ValueError(
+            f"`{directory}` is of Lightning's `ModelParallelStrategy`, whose ranks save nothing of their own."
+        )
     if not 0 <= rank < index.num_ranks:
         raise ValueError(f"`rank` is {rank}, but `{directory}` was written by {index.num_ranks} ranks.")
     state: dict[str, Any] = read_pickled(found / rank_file(rank), weights_only=weights_only)
@@ -258,10 +284,17 @@ def _read(
     own_rank: int | None,
     regions: Mapping[str, RegionLayout],
     rows: Mapping[str, Rows],
+    optimizer_order: Sequence[Sequence[Sequence[str]]] | None,
+    same_tensor: Sequence[Collection[str]],
     weights_only: bool,
 ) -> LoadedCheckpoint:
     available = index.model_names
     names = list(available) if model_names is None else list(model_names)
+    there = set(available)
+    spared = {name for group in same_tensor if not there.isdisjoint(group) for name in group} - there
+    names = [name for name in names if name not in spared]
+    pickled = read_parts(directory, index, weights_only=weights_only)
+    all_groups, all_keys = _optimizer_parts(index, pickled["param_groups"], optimizer_order)
     if missing := set(names) - set(available):
         raise ValueError(f"`{directory}` lacks {list_with_nearest(missing, available)}.")
     wanted: dict[str, tuple[str, str | None]] = {model_key(name): (name, None) for name in names}
@@ -269,10 +302,10 @@ def _read(
     optimizer_keys = [
         {
             name: {key: at for key, at in keys.items() if not is_of_other_shard(key, rows.get(name))}
-            for name, keys in index.optimizer_keys(number).items()
+            for name, keys in by_name.items()
             if owners is None or name in owners
         }
-        for number in range(index.num_optimizers or 0)
+        for by_name in all_keys
     ]
     for by_name in optimizer_keys:
         for name, keys in by_name.items():
@@ -286,9 +319,8 @@ def _read(
     targets = {
         at: read_target(index, at, key, regions.get(name), rows.get(name)) for at, (name, key) in sorted(wanted.items())
     }
-    _dcp.read_values(directory, targets, weights_only=weights_only)
+    _dcp.read_values(directory, targets, weights_only=weights_only, is_ours=not is_foreign(directory))
     values = {key: value.local if isinstance(value, TensorRegions) else value for key, value in targets.items()}
-    pickled = read_pickled(directory / METADATA_FILE, weights_only=weights_only)
     model_state: OrderedDict[str, Any] = OrderedDict((name, values[model_key(name)]) for name in names)
     set_module_versions(model_state, pickled["module_versions"])
     optimizer_states: list[OptimizerState] = [
@@ -299,10 +331,24 @@ def _read(
             },
             "param_groups": groups,
         }
-        for by_name, groups in zip(optimizer_keys, pickled["param_groups"], strict=True)
+        for by_name, groups in zip(optimizer_keys, all_groups, strict=True)
     ]
     rank_state = None if own_rank is None else read_pickled(directory / rank_file(own_rank), weights_only=weights_only)
     extra_states = {
         set_name: {name: values[extra_key(set_name, name)] for name in chosen} for set_name, chosen in extra.items()
     }
     return LoadedCheckpoint(model_state, optimizer_states, pickled["metadata"], rank_state, extra_states)
+
+
+def _optimizer_parts(
+    index: CheckpointIndex, saved: Sequence[list[dict[str, Any]]], order: Sequence[Sequence[Sequence[str]]] | None
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, dict[str, str]]]]:
+    """Groups, and keys by name, of each optimizer; by the names of ``order`` where the checkpoint has none."""
+    all_groups, all_keys = [], []
+    for number, groups in enumerate(saved):
+        keys = index.optimizer_keys(number)
+        if order is not None and number < len(order) and is_numbered(groups):
+            groups, keys = named_groups(groups, order[number], number), with_names(keys, order[number])
+        all_groups.append(groups)
+        all_keys.append(keys)
+    return all_groups, all_keys

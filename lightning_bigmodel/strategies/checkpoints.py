@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.checkpoint import (
+    SAME_TENSOR,
     RegionLayout,
     TensorRegions,
     is_sharded_checkpoint,
@@ -25,6 +26,7 @@ from lightning_bigmodel.checkpoint import (
     optimizer_state_by_name,
     portable_entries,
     quantized_entries,
+    read_guarded,
     save_sharded,
 )
 from lightning_bigmodel.mesh import AXES
@@ -198,6 +200,14 @@ class CheckpointMixin:
                 found[name] = TensorRegions(tensors[own], regions[own]) if own in regions else tensors[own]
         return found
 
+    def _same_tensor(self: Any) -> list[list[str]]:
+        """Names of each tied parameter or shared buffer, in the order of the state dict."""
+        found: dict[int, list[str]] = {}
+        for name, value in self._held().module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                found.setdefault(id(value), []).append(name)
+        return [names for names in found.values() if len(names) > 1]
+
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded directory.
 
@@ -216,6 +226,8 @@ class CheckpointMixin:
         found = strategy._microbatch_state if sizer is None else sizer.state_dict()
         if found is not None:
             rest[_MICROBATCH_SIZE] = found
+        if same := strategy._same_tensor():
+            rest[SAME_TENSOR] = same
         model_state = rest.pop("state_dict")
         optimizer_states = rest.pop("optimizer_states", None)
         extra_states = {
@@ -233,12 +245,19 @@ class CheckpointMixin:
             )
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a sharded directory (this rank's part) or a plain Lightning file (whole)."""
+        """Read a sharded directory, Lightning's own too (this rank's part), or a plain Lightning file (whole).
+
+        Runs no code from the checkpoint unless `weights_only=False` is given.
+        """
         strategy: BigModelStrategy = self
         path = Path(strategy.broadcast(str(checkpoint_path)))
+        # Lightning leaves `None` to torch, which takes fewer classes, and for remote files allows everything.
+        weights_only = True if weights_only is None else weights_only
         with strategy._phase("loading a checkpoint"):
             if not is_sharded_checkpoint(path):
-                plain: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                plain: dict[str, Any] = read_guarded(
+                    path, strategy.checkpoint_io.load_checkpoint, weights_only=weights_only
+                )
                 for key in (f"{name}_state_dict" for name in strategy._extra_sets()):
                     if key in plain:
                         plain[key] = strategy.held_parts(plain[key])
@@ -252,10 +271,16 @@ class CheckpointMixin:
                 layout=strategy._layout_sizes(),
                 regions=self._regions(),
                 rows=self._rows() if self._tensor is None else None,
-                weights_only=bool(weights_only),
+                optimizer_order=[
+                    [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+                    for optimizer in strategy.optimizers
+                ],
+                same_tensor=strategy._same_tensor(),
+                weights_only=weights_only,
             )
         strategy._take_rank_state(path, loaded.rank_state)
         checkpoint = dict(loaded.metadata)
+        checkpoint.pop(SAME_TENSOR, None)
         checkpoint["state_dict"] = loaded.model_state
         if loaded.optimizer_states:
             checkpoint["optimizer_states"] = loaded.optimizer_states

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ def test_weights_only_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         mark = json.loads((directory / "bigmodel.json").read_text())
         mark["files"][where] = (directory / where).stat().st_size
         (directory / "bigmodel.json").write_text(json.dumps(mark))
-    with pytest.raises(ValueError, match="weights_only"):
-        load_sharded(directory, weights_only=True)
+    with pytest.raises(ValueError, match=re.escape(where) + ".*weights_only"):
+        load_sharded(directory)
     assert not Path("ran").exists()
 
 

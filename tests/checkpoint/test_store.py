@@ -187,11 +187,11 @@ def test_values_that_are_no_tensors_and_keys_with_dots(tmp_path: Path) -> None:
         model_state={"_extra_state": WithStateDict(3)},
         optimizer_states=[{"state": state, "param_groups": groups}, second],
     )
-    loaded = load_sharded(tmp_path / "last.ckpt")
+    loaded = load_sharded(tmp_path / "last.ckpt", weights_only=False)
     assert loaded.model_state["_extra_state"].value == 3
     assert same(loaded.optimizer_states, [{"state": state, "param_groups": groups}, second])
     with pytest.raises(ValueError, match="`state_dict._extra_state` holds more than tensors .* `weights_only=True`"):
-        load_sharded(tmp_path / "last.ckpt", weights_only=True)
+        load_sharded(tmp_path / "last.ckpt")
 
 
 @pytest.mark.parametrize("before", ["checkpoint", "file", "link to a file", "link to a folder"])
