@@ -29,6 +29,7 @@ __all__ = [
     "FakeTensorMode",
     "all_gather_flat",
     "all_objects",
+    "asked_weights_only",
     "callbacks",
     "compute_dtype",
     "default_store",
@@ -201,6 +202,21 @@ def checkpoint_region() -> Any:
             region = frame
         frame = frame.f_back
     return region
+
+
+def asked_weights_only() -> bool | None:
+    """What the running `Trainer.fit(..., weights_only=...)` (or validate, test, predict) was given; None if nothing.
+
+    Lightning 2.6.0 to 2.6.6 does not hand it on to a strategy that restores after its setup, as ours does
+    (`Trainer._run`, the second call of `_restore_modules_and_callbacks`).
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == "lightning.pytorch.trainer.trainer":
+            given: bool | None = frame.f_locals.get("weights_only")
+            return given
+        frame = frame.f_back
+    return None
 
 
 def is_of_parameter(tensor: torch.Tensor) -> bool:

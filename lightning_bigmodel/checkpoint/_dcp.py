@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_bigmodel.checkpoint._mapping import bytes_at, map_to_read
 from lightning_bigmodel.checkpoint._pickle import read_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint.regions import TensorRegions
@@ -248,8 +249,7 @@ class _Reader(FileSystemReader):
                 continue
             if place.relative_path not in files:
                 files.clear()  # items of one file come together
-                with (Path(self.path) / place.relative_path).open("rb") as file:
-                    files[place.relative_path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                files[place.relative_path] = map_to_read(Path(self.path) / place.relative_path)
             target = planner.resolve_tensor(item).detach()
             if _copy_mapped(files[place.relative_path], place.offset, place.length, item, target):
                 planner.commit_tensor(item, target)
@@ -268,7 +268,7 @@ def _copy_mapped(mapped: mmap.mmap, offset: int, length: int, item: ReadItem, ta
     at = getattr(storage, "_checkpoint_offset", None)  # set by torch for this; private (2.13, not in 2.11)
     if at is None or described.numel() == 0:
         return False
-    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=storage.nbytes(), offset=offset + at)
+    raw = bytes_at(mapped, offset + at, storage.nbytes())
     if (offset + at) % described.element_size():  # tensors follow each other in the file as they come
         is_plain = described.is_contiguous() and described.nbytes == storage.nbytes() == target.nbytes
         if is_plain and target.is_contiguous() and target.dtype == described.dtype:

@@ -146,7 +146,8 @@ def _with_kinds(value: Any, made: dict[int, Any], seen: dict[int, Any]) -> Any:
             result: Any = made[id(value)][1](items)
             seen[id(value)] = result
             return result
-        value.update(items)
+        for key, entry in items.items():  # not `update`, by which a `Counter` adds
+            value[key] = entry
     elif isinstance(value, list):
         value[:] = [_with_kinds(entry, made, seen) for entry in value]
     elif type(value) is tuple:

@@ -6,7 +6,6 @@ Beside a target ``last.ckpt`` the names are ``.last.ckpt.writing-<random>`` whil
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 import warnings
@@ -76,20 +75,6 @@ def remove(directory: Path) -> None:
     """Remove a directory with all it holds, links themselves rather than what they point to, as far as possible."""
     # What cannot be removed is left: it does not pass for a checkpoint, and its error would hide the one that matters.
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def take_room(descriptor: int, num_bytes: int) -> None:
-    """Give an open file its size and its place on the disk.
-
-    Raises:
-        OSError: If there is no room. Memory mapped to a file without a place kills the process on a full disk.
-    """
-    if num_bytes == 0:
-        return
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    else:  # macOS
-        os.ftruncate(descriptor, num_bytes)
 
 
 def _prefix(target: Path, kind: str) -> str:

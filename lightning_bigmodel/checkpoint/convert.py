@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
+from lightning_bigmodel.checkpoint._mapping import take_room
 from lightning_bigmodel.checkpoint._pickle import write_pickled
 from lightning_bigmodel.checkpoint._versions import set_module_versions
 from lightning_bigmodel.checkpoint.eight_bit import quantized_entries
@@ -187,7 +188,7 @@ def allocate_mapped(entry: TensorEntry, path: Path) -> torch.Tensor:
     if entry.num_bytes == 0:
         return entry.allocate()
     with path.open("wb") as file:
-        _replace.take_room(file.fileno(), entry.num_bytes)
+        take_room(file.fileno(), entry.num_bytes)
     return torch.from_file(str(path), shared=True, size=entry.num_elements, dtype=entry.torch_dtype).view(entry.shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_bigmodel.checkpoint import _replace
+from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._harmless import needed_classes, refused_classes
 from lightning_bigmodel.checkpoint._pickle import read_pickled
 from lightning_bigmodel.checkpoint.content import entry_of
@@ -91,6 +91,8 @@ def _look_at_directory(path: Path, report: dict[str, Any], weights_only: bool) -
     for name in pickled:
         if (path / name).is_file():
             _note_code(path / name, name, report)
+    if not is_foreign and not report["problems"]:
+        _dcp.read_table(path)  # the mark knows its size only
     if is_foreign and (not report["needs_code"] or not weights_only) and (path / REST_FILE).is_file():
         rest = read_pickled(path / REST_FILE, weights_only=weights_only)
         report["global_step"], report["epoch"] = rest.get("global_step"), rest.get("epoch")

@@ -8,17 +8,15 @@ own, and needs no library. Beside one file there are several with an index, as t
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_bigmodel.checkpoint._replace import take_room
+from lightning_bigmodel.checkpoint._mapping import bytes_at, map_to_read, take_room
 from lightning_bigmodel.checkpoint.index import TensorEntry, flush_to_disk
 
 __all__ = [
@@ -94,10 +92,9 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorEntry, int]], dict[st
 
 
 def map_file(path: Path) -> dict[str, Tensor]:
-    """Name -> tensor in the file, mapped into memory; what is written to one stays in memory."""
+    """Name -> tensor in the file, mapped into memory to be read only."""
     entries, _ = read_header(path)
-    with path.open("rb") as file:
-        return _views(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), entries)
+    return _views(map_to_read(path), entries)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -207,9 +204,7 @@ def _views(mapped: mmap.mmap, entries: Mapping[str, tuple[TensorEntry, int]]) ->
             found[name] = entry.allocate()
             continue
         # By bytes: files of others may begin anywhere, and a view needs a multiple of its width.
-        raw = torch.frombuffer(
-            mapped, dtype=torch.uint8, count=math.prod(entry.shape) * entry.torch_dtype.itemsize, offset=begin
-        )
+        raw = bytes_at(mapped, begin, entry.num_bytes)
         if begin % entry.torch_dtype.itemsize:
             raw = raw.clone()
         found[name] = raw.view(entry.torch_dtype).view(entry.shape)

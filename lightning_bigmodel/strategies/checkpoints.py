@@ -251,6 +251,8 @@ class CheckpointMixin:
         """
         strategy: BigModelStrategy = self
         path = Path(strategy.broadcast(str(checkpoint_path)))
+        if weights_only is None:
+            weights_only = _host.asked_weights_only()
         # Lightning leaves `None` to torch, which takes fewer classes, and for remote files allows everything.
         weights_only = True if weights_only is None else weights_only
         with strategy._phase("loading a checkpoint"):

@@ -143,17 +143,33 @@ def test_a_file_made_a_directory_resumes_sharded(
         assert_same_weights(result["weights"], uninterrupted["weights"])
 
 
-def _resume_another_model(path: str, devices: int) -> None:
-    module = Classifier(num_blocks=3)
+def _resume_another_model(path: str, devices: int, strategy: dict[str, Any]) -> None:
+    module = Classifier(num_blocks=5)
     before = weights(module)
-    run = trainer(BigModelStrategy(zero_stage=3), devices, max_epochs=2)
+    run = trainer(BigModelStrategy(**strategy), devices, max_epochs=2)
     try:
         run.fit(module, loader(32, 4), loader(10, 4), ckpt_path=path)
-    finally:
-        assert_same_weights(weights(module), before)
+    except ValueError:
+        if not strategy:  # sharded, the module holds no weights after a run that failed
+            assert_same_weights(weights(module), before)
+        raise
 
 
-def test_a_checkpoint_of_another_model_is_named(saved: Path) -> None:
+@pytest.mark.parametrize("strategy", [{}, {"zero_stage": 3}])
+@pytest.mark.parametrize("kind", ["lightning", "ours", "numbered"])
+def test_a_checkpoint_of_another_model_is_named(
+    kind: str, strategy: dict[str, Any], saved: Path, tmp_path: Path
+) -> None:
     """Half of another model's weights loaded would train on as if nothing had been."""
-    with pytest.raises(RanksFailedError, match=r"blocks\.3|another|parameters"):
-        run_ranks(_resume_another_model, 2, str(saved), 2)
+    path = saved
+    if kind == "ours":
+        path = tmp_path / "ours"
+        assert main(["convert", str(saved), str(path), "--to", "sharded"]) == 0
+    elif kind == "numbered":
+        path = tmp_path / "numbered"
+        assert main(["convert", str(_train_plainly(tmp_path)), str(path)]) == 0
+    # The last block has no gradient, and is missing among the weights.
+    with pytest.raises(RanksFailedError, match=r"lacks .*`blocks\.4\.|Optimizer 0 has groups of") as error:
+        run_ranks(_resume_another_model, 2, str(path), 2, strategy)
+    assert set(error.value.failures) == {0, 1}
+    assert not any("AssertionError" in text for text in error.value.failures.values())
