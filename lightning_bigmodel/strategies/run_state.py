@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
+from lightning_bigmodel.checkpoint.index import is_foreign
 from lightning_bigmodel.mesh import MeshLoader
 from lightning_bigmodel.mesh.epoch import Position
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
@@ -85,6 +86,8 @@ class RunState(StrategyBase):
     def _take_rank_state(self, path: Path, own: Mapping[str, Any] | None) -> None:
         """Keep what a checkpoint has for this rank until the run starts; `own` is None if another layout saved it."""
         state, is_partial = own, False
+        if state is None and is_foreign(path):
+            return  # it has nothing of the kind
         if state is None:
             index = read_index(path, check_files=False)
             sizes = index.layout
