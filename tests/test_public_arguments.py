@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "BigModelStrategy.deferred_batch_norm": (bool,),
     "BigModelStrategy.batch_source": (str,),
     "BigModelStrategy.uneven_inputs": (str,),
+    "BigModelStrategy.async_checkpoint": (bool,),
     "BigModelStrategy.process_group_backend": (str, type(None)),
     "BigModelStrategy.timeout": (type(None),),
     "BigModelStrategy.memory_limit_bytes": (int, type(None)),

@@ -1,15 +1,24 @@
 """Checkpoints of a model cut over ranks: one directory written by all of them, readable under any other layout.
 
-Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``formats`` converts
-it from and to Lightning files and safetensors, ``inspection`` says what there is.
+Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``background``
+writes it while training goes on, ``newest`` finds the one to go on from, ``formats`` converts it from and to Lightning
+files and safetensors, ``inspection`` says what there is.
 """
 
 from lightning_bigmodel.checkpoint._pickle import read_guarded
+from lightning_bigmodel.checkpoint.background import BackgroundSaver
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
 from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries
 from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
 from lightning_bigmodel.checkpoint.index import SAME_TENSOR, CheckpointIndex, TensorEntry
 from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
+from lightning_bigmodel.checkpoint.newest import (
+    find_checkpoint,
+    interrupted_names,
+    link_checkpoint,
+    newest_complete,
+    remove_checkpoint,
+)
 from lightning_bigmodel.checkpoint.optimizer_rows import marked_state
 from lightning_bigmodel.checkpoint.regions import Region, RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.state import (
@@ -30,6 +39,7 @@ from lightning_bigmodel.checkpoint.store import (
 )
 
 __all__ = [
+    "BackgroundSaver",
     "CheckpointIndex",
     "LoadedCheckpoint",
     "OptimizerState",
@@ -41,20 +51,25 @@ __all__ = [
     "convert_checkpoint",
     "convert_to_single_file",
     "describe",
+    "find_checkpoint",
     "inspect_checkpoint",
+    "interrupted_names",
     "is_complete",
     "is_sharded_checkpoint",
     "kind_of",
+    "link_checkpoint",
     "load_model_state",
     "load_optimizer_state",
     "load_sharded",
     "marked_state",
     "model_state_by_name",
+    "newest_complete",
     "optimizer_state_by_name",
     "portable_entries",
     "quantized_entries",
     "read_guarded",
     "read_index",
     "read_rank_state",
+    "remove_checkpoint",
     "save_sharded",
 ]

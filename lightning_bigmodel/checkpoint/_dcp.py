@@ -12,7 +12,7 @@ import mmap
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from lightning_bigmodel.checkpoint.regions import TensorRegions
 
 Progress = Callable[[str], None]
 
+_COPY_AHEAD_BYTES = 10_000_000  # torch's default
+
 
 def write_tensors(directory: Path, state: dict[str, Any], ranks: Ranks) -> dcp_metadata.Metadata:
     """Write every rank's entries of ``state``; one that several ranks hold is written by one of them.
@@ -59,11 +61,12 @@ def write_tensors(directory: Path, state: dict[str, Any], ranks: Ranks) -> dcp_m
         key: value if isinstance(value, (torch.Tensor, TensorRegions)) else (value,) for key, value in state.items()
     }
     try:
-        with _without_process_group_warning():
+        # Not with a process group: there is no warning then, and another thread must not touch the filters.
+        with nullcontext() if ranks.is_distributed else _without_process_group_warning():
             metadata = save(
                 wrapped,
                 # Our own flush follows: torch 2.13 and older do not flush Python's buffer before its fsync.
-                storage_writer=_Writer(directory, sync_files=False),
+                storage_writer=_Writer(directory, sync_files=False, per_thread_copy_ahead=_copy_ahead_bytes(state)),
                 planner=_WritePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=ranks.group,
                 no_dist=not ranks.is_distributed,
@@ -75,6 +78,13 @@ def write_tensors(directory: Path, state: dict[str, Any], ranks: Ranks) -> dcp_m
     if not isinstance(metadata, dcp_metadata.Metadata):
         raise AssertionError(f"torch.distributed.checkpoint.save returned {type(metadata).__name__}")
     return metadata
+
+
+def _copy_ahead_bytes(state: dict[str, Any]) -> int:
+    """How far tensors are copied from a GPU ahead of the writing; 0, which needs no stream, where none is on one."""
+    tensors = (value.local if isinstance(value, TensorRegions) else value for value in state.values())
+    on_device = any(isinstance(tensor, torch.Tensor) and not tensor.is_cpu for tensor in tensors)
+    return _COPY_AHEAD_BYTES if on_device else 0
 
 
 def read_values(

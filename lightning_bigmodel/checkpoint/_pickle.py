@@ -16,9 +16,19 @@ from lightning_bigmodel.checkpoint._names import list_names
 from lightning_bigmodel.checkpoint.index import flush_to_disk
 
 
+def pickled(value: Any) -> bytes:
+    """What ``torch.save`` would write."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
 def write_pickled(value: Any, path: Path) -> None:
-    """``torch.save``, on the disk when it returns."""
-    torch.save(value, path)
+    """``torch.save``, or what :func:`pickled` gave, on the disk when it returns."""
+    if isinstance(value, bytes):
+        path.write_bytes(value)
+    else:
+        torch.save(value, path)
     flush_to_disk(path)
 
 

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
-from lightning_bigmodel.checkpoint._entries import check_given, flat_state, read_target
+from lightning_bigmodel.checkpoint._content import SaveContent, checked_content
+from lightning_bigmodel.checkpoint._entries import read_target
 from lightning_bigmodel.checkpoint._names import list_with_nearest
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
-from lightning_bigmodel.checkpoint._versions import module_versions, set_module_versions
+from lightning_bigmodel.checkpoint._versions import set_module_versions
 from lightning_bigmodel.checkpoint.foreign import read_parts
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
@@ -52,6 +53,7 @@ __all__ = [
     "read_index",
     "read_rank_state",
     "save_sharded",
+    "write_content",
 ]
 
 _VISIBLE_WITHIN_SECONDS = 10.0
@@ -110,36 +112,40 @@ def save_sharded(
         RuntimeError: If anything else failed on any rank. Raised on all ranks, naming the one that failed.
     """
     ranks = Ranks(process_group)
-    target = Path(directory)
-    extra = extra_states or {}
-    num_optimizers = None if optimizer_states is None else len(optimizer_states)
-    checked = ranks.agree("Preparing the checkpoint", lambda: check_given(optimizer_states, metadata, extra))
-    if len(set(checked)) != 1:
-        raise ValueError(
-            f"`optimizer_states` has different lengths on different ranks: {checked}. Give all optimizers."
-        )
+    content = checked_content(
+        ranks,
+        model_state=model_state,
+        optimizer_states=optimizer_states,
+        metadata=metadata,
+        rank_state=rank_state,
+        extra_states=extra_states,
+        layout=layout,
+    )
+    write_content(Path(directory), content, ranks)
+
+
+def write_content(target: Path, content: SaveContent, ranks: Ranks) -> None:
+    """The writing of `save_sharded`, once all ranks have checked what they give."""
     temporary = ranks.agree("Preparing the checkpoint", lambda: _replace.begin_writing(target), only_rank=0)[0]
     if temporary is None:
         raise AssertionError("rank 0 returned no directory")
     try:
         ranks.agree("Preparing the checkpoint", lambda: _wait_until_visible(temporary))
-        table = _dcp.write_tensors(temporary, flat_state(model_state, optimizer_states or (), extra), ranks)
-        sizes = ranks.agree("Writing the rank's own files", lambda: _write_own(temporary, ranks.rank, dict(rank_state)))
+        table = _dcp.write_tensors(temporary, dict(content.values), ranks)
+        sizes = ranks.agree(
+            "Writing the rank's own files", lambda: _write_own(temporary, ranks.rank, content.rank_state)
+        )
 
         def finish() -> None:
-            write_pickled(
-                {
-                    "metadata": dict(metadata),
-                    "param_groups": [state["param_groups"] for state in optimizer_states or ()],
-                    "module_versions": module_versions(model_state),
-                },
-                temporary / METADATA_FILE,
-            )
+            write_pickled(content.metadata, temporary / METADATA_FILE)
             flush_to_disk(temporary / DCP_METADATA_FILE)
             files = {name: num_bytes for own in sizes for name, num_bytes in (own or {}).items()}
             for name in (METADATA_FILE, DCP_METADATA_FILE):
                 files[name] = (temporary / name).stat().st_size
-            write_mark(temporary, make_index(table, files, metadata, layout or {}, ranks.num_ranks, num_optimizers))
+            write_mark(
+                temporary,
+                make_index(table, files, content.progress, content.layout, ranks.num_ranks, content.num_optimizers),
+            )
             _replace.finish_writing(temporary, target)
 
         ranks.agree("Completing the checkpoint", finish, only_rank=0)
@@ -262,7 +268,7 @@ def _wait_until_visible(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def _write_own(directory: Path, rank: int, rank_state: dict[str, Any]) -> dict[str, int]:
+def _write_own(directory: Path, rank: int, rank_state: Mapping[str, Any] | bytes) -> dict[str, int]:
     """Write the rank's state, flush its tensor files; returns the sizes of its files in bytes."""
     write_pickled(rank_state, directory / rank_file(rank))
     own = [directory / rank_file(rank), *directory.glob(f"__{rank}_*.distcp")]

@@ -42,7 +42,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_bigmodel import _host
+from lightning_bigmodel import _host, _host_checkpoints
+from lightning_bigmodel.checkpoint import interrupted_names, newest_complete
 from lightning_bigmodel.mesh import Layout, MeshLoader, build_pipe_subgroups, build_rank_mesh, seeded_rng
 from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
 from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
@@ -81,6 +82,7 @@ from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.memory import resident_bytes
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
+from lightning_bigmodel.strategies.saving import SavingHooks
 from lightning_bigmodel.strategies.sharded import ShardedRun
 from lightning_bigmodel.strategies.sharding_settings import ShardingSettings, mixed_precision_rule, named_blocks
 from lightning_bigmodel.strategies.tensor import (
@@ -97,7 +99,7 @@ __all__ = ["BigModelStrategy"]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, CollectiveHooks):
+class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, GradientWatching, CollectiveHooks):
     """Train an unchanged LightningModule over a pipeline of ranks, data-parallel replicas and shards of it.
 
     The module is traced once on its first batch, cut between blocks into stages of equal cost, and each rank runs the
@@ -163,6 +165,9 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         uneven_inputs: Where data ranks run out of training batches at different times, as loaders that the user shards
             may: `"join"`: those without a batch go on with weight zero until all are done; `"stop"`: all stop with the
             first.
+        async_checkpoint: Write checkpoints in the background: a save copies what this rank holds to the host (memory for
+            it is kept between saves; pinned, with CUDA) and training goes on. At most one is in flight: the next save,
+            a load and the end of training wait for it, and raise its error. See `finish_saving`.
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
             on CUDA.
         timeout: Longest wait in a collective.
@@ -208,6 +213,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         deferred_batch_norm: bool = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         uneven_inputs: Literal["join", "stop"] = "join",
+        async_checkpoint: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
         memory_limit_bytes: int | None = None,
@@ -237,6 +243,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             raise ValueError(f"`batch_source={batch_source!r}` is not known. Use 'broadcast' or 'replicated'.")
         if not isinstance(deferred_batch_norm, bool):
             raise ValueError(f"`deferred_batch_norm={deferred_batch_norm!r}` must be True or False.")
+        if not isinstance(async_checkpoint, bool):
+            raise ValueError(f"`async_checkpoint={async_checkpoint!r}` must be True or False.")
         if not isinstance(schedule, str):
             raise ValueError(f"`schedule={schedule!r}` must be a name such as '1F1B'.")
         check_process_group_settings(process_group_backend, timeout)
@@ -278,6 +286,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
         self._deferred_batch_norm = deferred_batch_norm
         self._batch_source: Literal["broadcast", "replicated"] = batch_source
         self._uneven_inputs: Literal["join", "stop"] = uneven_inputs
+        self._saves_in_background = async_checkpoint
         self._process_group_backend, self._timeout = process_group_backend, timeout
         if isinstance(pipeline_parallel_size, int):
             self._microbatches_for(pipeline_parallel_size)
@@ -354,6 +363,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             )
             self._mesh = build_rank_mesh(layout, self.root_device.type)
             self._seed = self.broadcast(torch.initial_seed() % (1 << 62))
+            self._begin_saving()
         assert self.lightning_module is not None
         _host.set_device_mesh(self.lightning_module, self._mesh.device_mesh)
 
@@ -690,6 +700,7 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
 
     @override
     def teardown(self) -> None:
+        unsaved = self._end_saving()
         if self._engine is not None:
             _host.restore_norm_clipping(self.precision_plugin)
             _host.remove_clipper(self)
@@ -713,6 +724,8 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
             _host.give_back_sampling(self._trainer(), self._shards_data)
         self._engine = self._window = self._guard = None
         super().teardown()
+        if unsaved is not None:
+            raise unsaved
 
     def describe_ranks(self) -> list[dict[str, Any]]:
         """What each rank owns: a list over all ranks, the same on every rank, without communication.
@@ -798,3 +811,4 @@ class BigModelStrategy(CheckpointMixin, ManualOptimization, GradientWatching, Co
 
 
 _host.use_own_precision(BigModelStrategy, BigModelPrecision, PRECISIONS)
+_host_checkpoints.use_complete_checkpoints(BigModelStrategy, newest_complete, interrupted_names)

@@ -17,6 +17,7 @@ from lightning_bigmodel.checkpoint import (
     SAME_TENSOR,
     RegionLayout,
     TensorRegions,
+    find_checkpoint,
     is_sharded_checkpoint,
     load_model_state,
     load_optimizer_state,
@@ -27,7 +28,6 @@ from lightning_bigmodel.checkpoint import (
     portable_entries,
     quantized_entries,
     read_guarded,
-    save_sharded,
 )
 from lightning_bigmodel.mesh import AXES
 from lightning_bigmodel.sharding.optimizers import factored_shape, factored_state, state_layout
@@ -209,7 +209,7 @@ class CheckpointMixin:
         return [names for names in found.values() if len(names) > 1]
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a sharded directory.
+        """Write a sharded directory; with `async_checkpoint` begin to, with the values of this moment.
 
         Raises:
             TypeError: For `storage_options`, which a sharded directory cannot take.
@@ -234,7 +234,7 @@ class CheckpointMixin:
             name: rest.pop(f"{name}_state_dict") for name in self._extra_sets() if f"{name}_state_dict" in rest
         }
         with strategy._phase("saving a checkpoint"):
-            save_sharded(
+            strategy._save(
                 path,
                 model_state=model_state,
                 optimizer_states=optimizer_states,
@@ -250,7 +250,8 @@ class CheckpointMixin:
         Runs no code from the checkpoint unless `weights_only=False` is given.
         """
         strategy: BigModelStrategy = self
-        path = Path(strategy.broadcast(str(checkpoint_path)))
+        strategy.finish_saving()
+        path = Path(strategy.broadcast(str(find_checkpoint(checkpoint_path))))
         if weights_only is None:
             weights_only = _host.asked_weights_only()
         # Lightning leaves `None` to torch, which takes fewer classes, and for remote files allows everything.

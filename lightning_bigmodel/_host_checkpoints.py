@@ -1,0 +1,162 @@
+"""Private API of Lightning around checkpoints: which one a run goes on from, and ModelCheckpoint's files.
+
+A part of `_host`, with the same rules: each entry says what it stands for; checked with Lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_bigmodel import _host
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = [
+    "follow_saves",
+    "is_requeue_path",
+    "share_resume_path",
+    "unfollow_saves",
+    "use_complete_checkpoints",
+]
+
+_REQUEUE = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
+
+
+def use_complete_checkpoints(
+    strategy_class: type, newest: Callable[[list[Path]], Path | None], lost: Callable[[Path], list[Path]]
+) -> None:
+    """Let `ckpt_path="last"` and SLURM's "hpc" look at complete checkpoints only, with a strategy of this class.
+
+    Lightning 2.6 takes the newest by the folder's time, complete or not, and for "hpc" the largest number it finds in
+    any name with "hpc_ckpt_" in it, which hidden directories of a save that was interrupted have too.
+
+    Args:
+        strategy_class: Others keep Lightning's way.
+        newest: The newest complete of some paths.
+        lost: Checkpoints of a folder that can be loaded though nothing has their name.
+    """
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    parse, hpc_path = _CheckpointConnector._parse_ckpt_path, _CheckpointConnector._hpc_resume_path.fget
+    assert hpc_path is not None
+
+    def candidates(trainer: pl.Trainer) -> list[Path]:
+        from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+        found: set[Path] = set()
+        for callback in _host.callbacks(trainer):
+            if isinstance(callback, ModelCheckpoint):
+                paths = {Path(path) for path in callback._find_last_checkpoints(trainer)}
+                folder = Path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+                last = callback.CHECKPOINT_NAME_LAST
+                paths |= {path for path in lost(folder) if path.name.startswith(last)}
+                found |= paths
+            elif isinstance(callback, OnExceptionCheckpoint):
+                found.add(Path(callback.ckpt_path))
+            elif hasattr(callback, "resume_path"):  # a callback of ours
+                found.add(Path(callback.resume_path(trainer)))
+        return sorted(found)
+
+    @wraps(parse)
+    def parse_ckpt_path(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        if ckpt_path == "last" and isinstance(self.trainer.strategy, strategy_class):
+            path = newest([*candidates(self.trainer), *requeue_paths(self.trainer)])
+            if path is not None:
+                return str(path)
+            _warn_of_none(state_fn.value)
+            return None
+        return parse(self, state_fn, ckpt_path, model_provided, model_connected)
+
+    def requeue_paths(trainer: pl.Trainer) -> list[Path]:
+        from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+        return _requeue_saves(Path(trainer.default_root_dir)) if SLURMEnvironment.detect() else []
+
+    def hpc_resume_path(self: Any) -> str | None:
+        if not isinstance(self.trainer.strategy, strategy_class):
+            return hpc_path(self)  # type: ignore[no-any-return]
+        path = newest(_requeue_saves(Path(self.trainer.default_root_dir)))
+        return None if path is None else str(path)
+
+    _CheckpointConnector._parse_ckpt_path = parse_ckpt_path  # type: ignore[method-assign]
+    _CheckpointConnector._hpc_resume_path = property(hpc_resume_path)  # type: ignore[assignment, method-assign]
+
+
+def requeue_path(folder: Path) -> Path:
+    """Where the next save before a requeue by SLURM goes: Lightning finds the largest number."""
+    numbers = [int(match[1]) for path in _requeue_saves(folder) if (match := _REQUEUE.fullmatch(path.name))]
+    return folder / f"hpc_ckpt_{max(numbers, default=0) + 1}.ckpt"
+
+
+def is_requeue_path(path: Path) -> bool:
+    """Whether Lightning asks SLURM to end the job as soon as this save has returned."""
+    return _REQUEUE.fullmatch(path.name) is not None
+
+
+def _requeue_saves(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if is_requeue_path(path)] if folder.is_dir() else []
+
+
+def _warn_of_none(function_name: str) -> None:
+    from lightning_utilities.core.rank_zero import rank_zero_warn
+
+    rank_zero_warn(
+        f'`.{function_name}(ckpt_path="last")` is set, but there is no complete last checkpoint. No checkpoint will be '
+        "loaded. HINT: Set `ModelCheckpoint(..., save_last=True)`."
+    )
+
+
+def share_resume_path(trainer: pl.Trainer, broadcast: Callable[[Any], Any]) -> None:
+    """Let all ranks go on from the checkpoint that rank 0 has found, or all from none.
+
+    Lightning 2.6 looks for it on each rank, before the ranks can talk (Lightning#19932): on shared storage some may
+    not see yet what others see. Must be called in each run before the checkpoint is read.
+    """
+    connector = trainer._checkpoint_connector
+    resume_start = type(connector).resume_start
+
+    def resume(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        del connector.__dict__["resume_start"]
+        path = broadcast(None if checkpoint_path is None else str(checkpoint_path))
+        resume_start(connector, path, weights_only=weights_only)
+
+    connector.__dict__["resume_start"] = resume
+
+
+def follow_saves(
+    trainer: pl.Trainer, exists: Callable[[str], bool | None], link: Callable[[str, str], None]
+) -> None:
+    """Let ModelCheckpoint callbacks know of a save in flight, and of links that must not lead to one.
+
+    Args:
+        trainer: Its callbacks are meant.
+        exists: Whether a path is taken, where that cannot be seen on the disk yet; None to look there.
+        link: Put a link (its second argument) to a checkpoint. Called on all ranks.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    for callback in _host.callbacks(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            callback.__dict__["file_exists"] = _knowing(callback.file_exists, exists)
+            callback.__dict__["_link_checkpoint"] = lambda _, path, place: link(os.fspath(path), os.fspath(place))
+
+
+def unfollow_saves(trainer: pl.Trainer) -> None:
+    """Undo `follow_saves`; does nothing where it was not called."""
+    for callback in _host.callbacks(trainer):
+        for name in ("file_exists", "_link_checkpoint"):
+            callback.__dict__.pop(name, None)
+
+
+def _knowing(file_exists: Callable[..., bool], exists: Callable[[str], bool | None]) -> Callable[..., bool]:
+    def look(filepath: Any, trainer: Any) -> bool:
+        known = exists(os.fspath(filepath))
+        return file_exists(filepath, trainer) if known is None else known
+
+    return look
