@@ -43,8 +43,8 @@ def use_complete_checkpoints(
     """
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
-    parse, hpc_path = _CheckpointConnector._parse_ckpt_path, _CheckpointConnector._hpc_resume_path.fget
-    assert hpc_path is not None
+    parse = _CheckpointConnector._parse_ckpt_path
+    hpc_path: Any = _CheckpointConnector.__dict__["_hpc_resume_path"]
 
     def candidates(trainer: pl.Trainer) -> list[Path]:
         from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -74,13 +74,13 @@ def use_complete_checkpoints(
         return parse(self, state_fn, ckpt_path, model_provided, model_connected)
 
     def requeue_paths(trainer: pl.Trainer) -> list[Path]:
-        from lightning.pytorch.plugins.environments import SLURMEnvironment
+        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
         return _requeue_saves(Path(trainer.default_root_dir)) if SLURMEnvironment.detect() else []
 
     def hpc_resume_path(self: Any) -> str | None:
         if not isinstance(self.trainer.strategy, strategy_class):
-            return hpc_path(self)  # type: ignore[no-any-return]
+            return hpc_path.fget(self)  # type: ignore[no-any-return]
         path = newest(_requeue_saves(Path(self.trainer.default_root_dir)))
         return None if path is None else str(path)
 
@@ -129,9 +129,7 @@ def share_resume_path(trainer: pl.Trainer, broadcast: Callable[[Any], Any]) -> N
     connector.__dict__["resume_start"] = resume
 
 
-def follow_saves(
-    trainer: pl.Trainer, exists: Callable[[str], bool | None], link: Callable[[str, str], None]
-) -> None:
+def follow_saves(trainer: pl.Trainer, exists: Callable[[str], bool | None], link: Callable[[str, str], None]) -> None:
     """Let ModelCheckpoint callbacks know of a save in flight, and of links that must not lead to one.
 
     Args:

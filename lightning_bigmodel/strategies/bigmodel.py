@@ -165,9 +165,9 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         uneven_inputs: Where data ranks run out of training batches at different times, as loaders that the user shards
             may: `"join"`: those without a batch go on with weight zero until all are done; `"stop"`: all stop with the
             first.
-        async_checkpoint: Write checkpoints in the background: a save copies what this rank holds to the host (memory for
-            it is kept between saves; pinned, with CUDA) and training goes on. At most one is in flight: the next save,
-            a load and the end of training wait for it, and raise its error. See `finish_saving`.
+        async_checkpoint: Write checkpoints in the background: a save copies what this rank holds to the host (memory
+            for it is kept between saves; pinned, with CUDA) and training goes on. At most one is in flight: the next
+            save, a load and the end of training wait for it, and raise its error. See `finish_saving`.
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
             on CUDA.
         timeout: Longest wait in a collective.

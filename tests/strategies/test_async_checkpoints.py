@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,26 @@ def test_same_files_as_a_synchronous_run(tmp_path: Path, layout: str, save_last:
         assert same(left.metadata["loops"], right.metadata["loops"])
 
 
+def fit_under_one_name(directory: str, is_async: bool) -> list[str]:
+    keep = ModelCheckpoint(directory, filename="same", monitor="rank_of_step", save_top_k=-1, every_n_train_steps=1)
+    strategy = BigModelStrategy(**LAYOUTS["pipeline"], async_checkpoint=is_async)
+    run = trainer(strategy, 2, max_steps=3, max_epochs=None, callbacks=[keep], enable_checkpointing=True)
+    with writer() as held:
+        held.may_write.clear()
+        release = threading.Timer(1.0, held.may_write.set)  # the first is in flight when the second gets its name
+        release.start()
+        run.fit(Rising(), loader(64, 4))
+        release.join()
+    return sorted(Path(path).name for path in keep.best_k_models)
+
+
+def test_a_name_in_flight_is_taken(tmp_path: Path) -> None:
+    """Two checkpoints of one name: the second would replace the first, which ModelCheckpoint believes to be kept."""
+    found = run_ranks(fit_under_one_name, 2, str(tmp_path), True)
+    assert found[0] == found[1] == ["same-v1.ckpt", "same.ckpt"]
+    assert steps_of(tmp_path) == {"same.ckpt": 2, "same-v1.ckpt": 3}
+
+
 class Watches(Callback):
     """Holds the writer up at one step, and looks at the directory meanwhile."""
 
@@ -104,9 +125,7 @@ def hold_up(directory: str, save_last: Any) -> Any:
     strategy = BigModelStrategy(**LAYOUTS["pipeline"], async_checkpoint=True)
     with writer() as held:
         watch = Watches(directory, held)
-        run = trainer(
-            strategy, 2, max_steps=6, max_epochs=None, callbacks=[watch, keep], enable_checkpointing=True
-        )
+        run = trainer(strategy, 2, max_steps=6, max_epochs=None, callbacks=[watch, keep], enable_checkpointing=True)
         held.may_write.set()
         begin = time.monotonic()
         run.fit(module, loader(64, 8))
