@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
+    from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.sharding.offload import OffloadPolicy
@@ -35,6 +36,7 @@ __all__ = [
     "GradientNoiseScale",
     "OffloadPolicy",
     "PrecisionAudit",
+    "PreemptionCheckpoint",
     "TokenWeight",
     "__version__",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
+    "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "follow_saves",
+    "is_accumulating",
     "is_requeue_path",
+    "is_script_child",
+    "requeue",
+    "requeues_on",
     "share_resume_path",
     "unfollow_saves",
     "use_complete_checkpoints",
@@ -88,10 +93,46 @@ def use_complete_checkpoints(
     _CheckpointConnector._hpc_resume_path = property(hpc_resume_path)  # type: ignore[assignment, method-assign]
 
 
-def requeue_path(folder: Path) -> Path:
-    """Where the next save before a requeue by SLURM goes: Lightning finds the largest number."""
+def _requeue_path(folder: Path) -> Path:
+    """Where the next save before a requeue by SLURM goes; Lightning counts hidden directories too."""
     numbers = [int(match[1]) for path in _requeue_saves(folder) if (match := _REQUEUE.fullmatch(path.name))]
     return folder / f"hpc_ckpt_{max(numbers, default=0) + 1}.ckpt"
+
+
+def requeues_on(trainer: pl.Trainer, signal_number: int) -> bool:
+    """Whether this signal is the one on which Lightning saves and asks SLURM to run the job once more."""
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return False
+    return signal_number == (environment.requeue_signal or signal.SIGUSR1)
+
+
+def requeue(trainer: pl.Trainer, signal_number: int) -> Path:
+    """Save and ask SLURM to run the job once more, as Lightning's handler does, on all ranks at one place.
+
+    Returns:
+        The checkpoint.
+    """
+    path = _requeue_path(Path(trainer.default_root_dir))
+    frame: Any = None  # which it does not look at
+    trainer._signal_connector._slurm_sigusr_handler_fn(signal_number, frame)
+    return path
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the batch that ends now was not the last one of its accumulation window."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def is_script_child(trainer: pl.Trainer) -> bool:
+    """Whether Lightning's own launcher started this process; it ends all ranks once one exits with an error."""
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+    return isinstance(trainer._accelerator_connector.cluster_environment, LightningEnvironment) and (
+        trainer.local_rank > 0
+    )
 
 
 def is_requeue_path(path: Path) -> bool:
@@ -132,6 +173,8 @@ def share_resume_path(trainer: pl.Trainer, broadcast: Callable[[Any], Any]) -> N
 def follow_saves(trainer: pl.Trainer, exists: Callable[[str], bool | None], link: Callable[[str, str], None]) -> None:
     """Let ModelCheckpoint callbacks know of a save in flight, and of links that must not lead to one.
 
+    The same for the numbers of saves before a requeue, which hidden directories must not count for.
+
     Args:
         trainer: Its callbacks are meant.
         exists: Whether a path is taken, where that cannot be seen on the disk yet; None to look there.
@@ -143,6 +186,7 @@ def follow_saves(trainer: pl.Trainer, exists: Callable[[str], bool | None], link
         if isinstance(callback, ModelCheckpoint):
             callback.__dict__["file_exists"] = _knowing(callback.file_exists, exists)
             callback.__dict__["_link_checkpoint"] = lambda _, path, place: link(os.fspath(path), os.fspath(place))
+    trainer._checkpoint_connector.__dict__["hpc_save_path"] = lambda folder: str(_requeue_path(Path(folder)))
 
 
 def unfollow_saves(trainer: pl.Trainer) -> None:
@@ -150,6 +194,7 @@ def unfollow_saves(trainer: pl.Trainer) -> None:
     for callback in _host.callbacks(trainer):
         for name in ("file_exists", "_link_checkpoint"):
             callback.__dict__.pop(name, None)
+    trainer._checkpoint_connector.__dict__.pop("hpc_save_path", None)
 
 
 def _knowing(file_exists: Callable[..., bool], exists: Callable[[str], bool | None]) -> Callable[..., bool]:

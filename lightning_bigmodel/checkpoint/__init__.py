@@ -1,10 +1,8 @@
 """Checkpoints of a model cut over ranks: one directory written by all of them, readable under any other layout.
 
 Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``background``
-files and safetensors, ``inspection`` says what there is.
-of it.
-writes it while training goes on, ``newest`` finds the one to go on from, ``convert`` makes one ordinary Lightning file
 writes it while training goes on, ``newest`` finds the one to go on from, ``formats`` converts it from and to Lightning
+files and safetensors, ``inspection`` says what there is.
 """
 
 from lightning_bigmodel.checkpoint._pickle import read_guarded

@@ -91,7 +91,7 @@ class StepOutcome:
         weight: Weight of this rank's batch in the mean over an accumulation window and data ranks.
         logs: (entry, value, batch size) of everything logged (see `step_log.combine_logs`).
         metric_values: Module name of a logged metric object -> its value for this batch.
-        signal: Whether the host's signal (see `PipelineEngine.signal`) was up on any rank.
+        signal: The host's signals (see `PipelineEngine.signal`) that were up on any rank.
     """
 
     result: Any
@@ -99,7 +99,7 @@ class StepOutcome:
     weight: float
     logs: list[tuple[LogEntry, Tensor | None, int]]
     metric_values: dict[str, Any]
-    signal: bool = False
+    signal: int = 0
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Payload:
     result_follows: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
-    signal: bool = False
+    signal: int = 0
     is_training: bool = False
     ran_out: str | None = None  # of memory; why smaller micro-batches would not help, or nothing
     batch_norm_calls: dict[int, int] = field(default_factory=dict)
@@ -130,6 +130,14 @@ class _Payload:
 def _shares(weights: list[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights] if total else weights
+
+
+def _any_rank(payloads: Sequence[_Payload]) -> int:
+    """The signals that are up on any rank."""
+    signal = 0
+    for payload in payloads:
+        signal |= payload.signal
+    return signal
 
 
 def _returns_weights(payloads: Sequence[_Payload]) -> bool:
@@ -196,8 +204,8 @@ class PipelineEngine:
         self.planner = Planner(root, self.num_stages, blocks, device)
         self.share: ParameterShare | None = None
         self.num_steps = 0
-        # A flag of the host that user code may raise on one rank and all must follow (stop training).
-        self.signal: Callable[[], bool] = lambda: False
+        # Flags of the host, a bit each, that may go up on one rank and all must follow (stop training).
+        self.signal: Callable[[], int] = lambda: 0
         self._weight, self._ignored, self._seed = weight, ignored_attributes, seed
         self._stages: list[MicrobatchStage] = []
         self._torch_schedules: dict[int, Any] = {}
@@ -551,7 +559,7 @@ class PipelineEngine:
         logs = self._combined_logs(payloads)
         self._move_statistics(payloads, counts)
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
-        signal = any(payload.signal for payload in payloads)
+        signal = _any_rank(payloads)
         return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
 
     @property
@@ -688,7 +696,7 @@ class PipelineEngine:
             before.apply(last.changes)
         result = map_tensors(lambda tensor: tensor.to(self.device), last.result)
         logs = self._combined_logs(payloads)
-        signal = any(payload.signal for payload in payloads)
+        signal = _any_rank(payloads)
         return StepOutcome(result, None, 1.0, logs, self._metric_values(payloads), signal)
 
     def _combined_logs(self, payloads: list[_Payload]) -> list[tuple[LogEntry, Tensor | None, int]]:

@@ -81,6 +81,7 @@ from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile
 from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.memory import resident_bytes
 from lightning_bigmodel.strategies.predictions import gather_predictions
+from lightning_bigmodel.strategies.preemption import PreemptedExit
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.saving import SavingHooks
 from lightning_bigmodel.strategies.sharded import ShardedRun
@@ -346,6 +347,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         _host.silence_deprecations()
         _host.init_process_group(self, self._process_group_backend, self._timeout)
         self._failed = False
+        self._forget_signals()
         self._shards_data = _host.take_over_sampling(self._trainer())
         self._guard = FailureGuard(_host.default_store(), self.global_rank, self.world_size)
         with self._phase("setup"):
@@ -411,7 +413,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         )
         self._begin_loss_scaling()
         self._engine.resident_bytes = lambda: resident_bytes(self)
-        self._engine.signal = lambda: trainer.should_stop
+        self._engine.signal = self._own_signals
         if fitting:
             # Before the trace, as a step may ask for its optimizers. Parameters stay the same objects throughout.
             self.setup_optimizers(trainer)
@@ -689,7 +691,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        if self._guard is None:
+        if self._guard is None or isinstance(exception, PreemptedExit):  # which all ranks raise together
             return
         error = self._guard.translate(exception)
         if error is exception:

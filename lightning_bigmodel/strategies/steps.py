@@ -18,12 +18,13 @@ from lightning_bigmodel.pipeline.engine import StepOutcome
 from lightning_bigmodel.pipeline.gradients import clip_by_norm
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward, without_backward
 from lightning_bigmodel.strategies.loss_scaling import LossScaling
+from lightning_bigmodel.strategies.preemption import PreemptionSignals
 from lightning_bigmodel.strategies.run_state import RunState
 
 __all__ = ["StepHooks"]
 
 
-class StepHooks(LossScaling, RunState):
+class StepHooks(LossScaling, PreemptionSignals, RunState):
     """The hooks that run a user's steps and make gradients complete."""
 
     def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:
@@ -218,8 +219,7 @@ class StepHooks(LossScaling, RunState):
         """
         module = self.lightning_module
         assert module is not None
-        if outcome.signal:
-            self._trainer().should_stop = True
+        self._follow_signals(outcome.signal)
         modules = dict(module.named_modules()) if outcome.metric_values else {}
         self._is_replaying = True
         try:
