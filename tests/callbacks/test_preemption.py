@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_bigmodel import BigModelStrategy, PreemptionCheckpoint
-from lightning_bigmodel.checkpoint import is_complete, read_index
+from lightning_bigmodel.checkpoint import read_index
 from lightning_bigmodel.strategies.preemption import PreemptedExit
-from lightning_bigmodel.testing import CollectiveCounter, RanksFailedError, run_ranks
-from tests.strategies.trainer_modules import Classifier, Sequences, entries, pad, trainer, weights
+from lightning_bigmodel.testing import run_ranks
+from tests.strategies.trainer_modules import Classifier, Sequences, pad, trainer, weights
 
 NUM_BATCHES = 4
 
