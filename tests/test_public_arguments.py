@@ -56,6 +56,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "BigModelStrategy.batch_source": (str,),
     "BigModelStrategy.uneven_inputs": (str,),
     "BigModelStrategy.async_checkpoint": (bool,),
+    "BigModelStrategy.checkpoint_format": (str,),
+    "BigModelStrategy.checkpoint_parameters": (str,),
     "BigModelStrategy.process_group_backend": (str, type(None)),
     "BigModelStrategy.timeout": (type(None),),
     "BigModelStrategy.memory_limit_bytes": (int, type(None)),

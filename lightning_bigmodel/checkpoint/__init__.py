@@ -21,6 +21,7 @@ from lightning_bigmodel.checkpoint.newest import (
 )
 from lightning_bigmodel.checkpoint.optimizer_rows import marked_state
 from lightning_bigmodel.checkpoint.regions import Region, RegionLayout, TensorRegions
+from lightning_bigmodel.checkpoint.single import save_single
 from lightning_bigmodel.checkpoint.state import (
     OptimizerState,
     load_model_state,
@@ -72,4 +73,5 @@ __all__ = [
     "read_rank_state",
     "remove_checkpoint",
     "save_sharded",
+    "save_single",
 ]

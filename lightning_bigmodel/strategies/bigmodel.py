@@ -69,6 +69,7 @@ from lightning_bigmodel.strategies.checkpoints import CheckpointMixin
 from lightning_bigmodel.strategies.collectives import CollectiveHooks
 from lightning_bigmodel.strategies.combinations import (
     check_callbacks,
+    check_checkpoint_settings,
     check_host_parts,
     check_memory_limit,
     check_module,
@@ -169,6 +170,10 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         async_checkpoint: Write checkpoints in the background: a save copies what this rank holds to the host (memory
             for it is kept between saves; pinned, with CUDA) and training goes on. At most one is in flight: the next
             save, a load and the end of training wait for it, and raise its error. See `finish_saving`.
+        checkpoint_format: `"sharded"`: a directory that all ranks write. `"single"`: one ordinary Lightning file, which
+            takes longer, and does not have what only a rank has (random states, place in the data).
+        checkpoint_parameters: `"trainable"`: checkpoints leave out parameters that take no gradients, such as the base
+            under an adapter: a resumed run has those its module is built with. Resuming needs no setting.
         process_group_backend: Backend of torch.distributed. Default: gloo on the CPU, NCCL (and gloo for CPU tensors)
             on CUDA.
         timeout: Longest wait in a collective.
@@ -215,6 +220,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
         uneven_inputs: Literal["join", "stop"] = "join",
         async_checkpoint: bool = False,
+        checkpoint_format: Literal["sharded", "single"] = "sharded",
+        checkpoint_parameters: Literal["all", "trainable"] = "all",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _DEFAULT_TIMEOUT,
         memory_limit_bytes: int | None = None,
@@ -246,6 +253,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             raise ValueError(f"`deferred_batch_norm={deferred_batch_norm!r}` must be True or False.")
         if not isinstance(async_checkpoint, bool):
             raise ValueError(f"`async_checkpoint={async_checkpoint!r}` must be True or False.")
+        check_checkpoint_settings(checkpoint_format, checkpoint_parameters, async_checkpoint)
+        self._checkpoint_format, self._checkpoint_parameters = checkpoint_format, checkpoint_parameters
         if not isinstance(schedule, str):
             raise ValueError(f"`schedule={schedule!r}` must be a name such as '1F1B'.")
         check_process_group_settings(process_group_backend, timeout)

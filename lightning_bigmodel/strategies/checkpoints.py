@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_bigmodel import _host
@@ -28,6 +29,7 @@ from lightning_bigmodel.checkpoint import (
     portable_entries,
     quantized_entries,
     read_guarded,
+    read_index,
 )
 from lightning_bigmodel.mesh import AXES
 from lightning_bigmodel.sharding.optimizers import factored_shape, factored_state, state_layout
@@ -200,6 +202,11 @@ class CheckpointMixin:
                 found[name] = TensorRegions(tensors[own], regions[own]) if own in regions else tensors[own]
         return found
 
+    def _frozen_names(self: Any) -> set[str]:
+        """State-dict names of parameters that take no gradients; alike on all ranks."""
+        state = self._held().module.state_dict(keep_vars=True)
+        return {name for name, value in state.items() if isinstance(value, Parameter) and not value.requires_grad}
+
     def _same_tensor(self: Any) -> list[list[str]]:
         """Names of each tied parameter or shared buffer, in the order of the state dict."""
         found: dict[int, list[str]] = {}
@@ -229,6 +236,11 @@ class CheckpointMixin:
         if same := strategy._same_tensor():
             rest[SAME_TENSOR] = same
         model_state = rest.pop("state_dict")
+        if self._checkpoint_parameters == "trainable":
+            frozen = self._frozen_names()
+            rest[_LEFT_OUT] = sorted(frozen)
+            for name in frozen & model_state.keys():
+                del model_state[name]
         optimizer_states = rest.pop("optimizer_states", None)
         extra_states = {
             name: rest.pop(f"{name}_state_dict") for name in self._extra_sets() if f"{name}_state_dict" in rest
@@ -266,9 +278,12 @@ class CheckpointMixin:
                         plain[key] = strategy.held_parts(plain[key])
                 return plain
             names, owned = strategy._parameter_names(), strategy._owned_names()
+            left_out = self._frozen_names() & owned
+            if left_out:
+                left_out -= set(read_index(path, check_files=False).model_names)
             loaded = load_sharded(
                 path,
-                model_names=owned,
+                model_names=owned - left_out,
                 optimizer_names=[names[id(parameter)] for parameter in strategy._held().owned],
                 extra_names=dict.fromkeys(strategy._extra_sets(), owned),
                 layout=strategy._layout_sizes(),
@@ -281,6 +296,8 @@ class CheckpointMixin:
                 same_tensor=strategy._same_tensor(),
                 weights_only=weights_only,
             )
+        if lost := left_out - set(loaded.metadata.get(_LEFT_OUT, ())):
+            raise ValueError(f"`{path}` lacks {sorted(lost)}, which it was not told to leave out.")
         strategy._take_rank_state(path, loaded.rank_state)
         checkpoint = dict(loaded.metadata)
         checkpoint.pop(SAME_TENSOR, None)
@@ -296,9 +313,10 @@ class CheckpointMixin:
     def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Copy the owned values into the module."""
         tensors: Mapping[str, Any] = checkpoint["state_dict"]
-        owned = self._owned_names()
+        left_out = set(checkpoint.get(_LEFT_OUT, ())) & self._frozen_names()
+        owned = self._owned_names() - left_out
         if not checkpoint.get(_IS_SHARDED):
-            known = set(self.lightning_module.state_dict(keep_vars=True))
+            known = set(self.lightning_module.state_dict(keep_vars=True)) - left_out
             missing, unexpected = known - set(tensors), set(tensors) - known
             if strict and (missing or unexpected):
                 raise RuntimeError(
@@ -386,4 +404,5 @@ class CheckpointMixin:
 
 _EXTRA_STATE = "_extra_state"
 _IS_SHARDED = "lightning_bigmodel_sharded"
+_LEFT_OUT = "bigmodel_left_out"  # names of frozen parameters, which are what the module is built with
 _MICROBATCH_SIZE = "bigmodel_microbatch_size"  # what `num_microbatches="auto"` has found

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_callbacks",
+    "check_checkpoint_settings",
     "check_host_parts",
     "check_memory_limit",
     "check_module",
@@ -46,6 +47,25 @@ def check_host_parts(**parts: tuple[Any, type]) -> None:
             raise ValueError(
                 f"`{name}={part!r}` must be {what}. Leave it out: the Trainer sets it, by arguments of its own."
             )
+
+
+def check_checkpoint_settings(kind: Any, parameters: Any, in_background: bool) -> None:
+    """Refuse settings of checkpoints that are unknown or do not go together.
+
+    Raises:
+        ValueError: With what to write.
+    """
+    for name, value, known in (
+        ("checkpoint_format", kind, ("sharded", "single")),
+        ("checkpoint_parameters", parameters, ("all", "trainable")),
+    ):
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(f"`{name}={value!r}` is not known. Use {known[0]!r} or {known[1]!r}.")
+    if kind == "single" and in_background:
+        raise ValueError(
+            "`async_checkpoint=True` writes each rank's part in the background, but `checkpoint_format='single'` puts "
+            "all parts into one file. Leave one of them out."
+        )
 
 
 def check_memory_limit(limit: Any, num_microbatches: Any) -> None:

@@ -15,6 +15,7 @@ from lightning_bigmodel.checkpoint import (
     link_checkpoint,
     remove_checkpoint,
     save_sharded,
+    save_single,
 )
 from lightning_bigmodel.strategies.base import StrategyBase
 
@@ -28,6 +29,8 @@ class SavingHooks(StrategyBase):
     """`async_checkpoint`: who writes, who waits, and what waits for a checkpoint to be complete."""
 
     _saves_in_background = False
+    _checkpoint_format = "sharded"
+    _checkpoint_parameters = "all"
     _saver: BackgroundSaver | None = None
     # As all ranks know it alike, from the call on: what the disk of rank 0 will show when the save is complete.
     _path_in_flight: Path | None = None
@@ -77,6 +80,9 @@ class SavingHooks(StrategyBase):
 
     def _save(self, path: Path, **content: Any) -> None:
         """Write a checkpoint, or begin to; the arguments are those of `save_sharded`. Collective."""
+        if self._checkpoint_format == "single":
+            save_single(path, **content)
+            return
         if self._saver is None:
             save_sharded(path, **content)
             return
