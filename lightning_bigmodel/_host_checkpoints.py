@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "follow_saves",
     "is_accumulating",
+    "is_followed_by_more",
     "is_requeue_path",
     "is_script_child",
     "requeue",
@@ -124,6 +125,17 @@ def requeue(trainer: pl.Trainer, signal_number: int) -> Path:
 def is_accumulating(trainer: pl.Trainer) -> bool:
     """Whether the batch that ends now was not the last one of its accumulation window."""
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def is_followed_by_more(trainer: pl.Trainer) -> bool:
+    """Whether a validation or the end of the epoch belongs to the batch that ends now.
+
+    A run that goes on from a checkpoint of this moment does not make up for them.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    is_last = loop.batch_progress.is_last_batch or loop._num_ready_batches_reached()
+    return bool(is_last or loop._should_check_val_fx(fetcher))
 
 
 def is_script_child(trainer: pl.Trainer) -> bool:

@@ -36,8 +36,10 @@ class PreemptionCheckpoint(Callback):
     from it with or without `ckpt_path="last"`. Lightning's own handlers save wherever each rank is, and its handler of
     SIGTERM sends a message from there: the callback takes their place while training, and puts back what was there.
 
-    A signal during a validation is followed after the next training step; with accumulated batches at the end of the
-    window. With automatic requeueing or not, the signal must come early enough for one step and one save.
+    With accumulated batches the end is that of the window. A signal during a validation is followed after the next
+    training step. At the last batch of an epoch, or one that a validation follows, the run saves, goes through those,
+    and saves again and ends after the next step: a run that is killed before goes on from the first save, without that
+    validation (as with any checkpoint of such a batch). After the last batch of all the run just ends.
 
     Memory: none. Communication: with `BigModelStrategy` none beyond a bit in the message that its ranks send with every
     batch (where only tensor ranks share a model, and under other strategies, one all-reduce of a number a batch); then
@@ -79,6 +81,7 @@ class PreemptionCheckpoint(Callback):
             raise ValueError(f"`filename={filename!r}` must be a name without a folder, such as 'preempted'.")
         self.signals, self.dirpath, self.filename = tuple(signals), dirpath, filename
         self._received: int | None = None
+        self._saved_early = False
         self._previous: dict[int, Any] = {}
         self._strategy: BigModelStrategy | None = None
 
@@ -91,7 +94,7 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._received = None
+        self._received, self._saved_early = None, False
         # The last of all: what others do at the end of the batch belongs to the checkpoint. (Lightning's `Checkpoint`
         # class would see to that, but takes the place of the Trainer's default ModelCheckpoint.)
         others = [callback for callback in _host.callbacks(trainer) if callback is not self]
@@ -139,8 +142,14 @@ class PreemptionCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._is_agreed(trainer) and not _host_checkpoints.is_accumulating(trainer):
+        if not self._is_agreed(trainer) or _host_checkpoints.is_accumulating(trainer):
+            return
+        if not _host_checkpoints.is_followed_by_more(trainer):
             self._save_and_end(trainer)
+        elif not self._saved_early:
+            # For the case that the time does not suffice.
+            self._save(trainer)
+            self._saved_early = True
 
     def _is_agreed(self, trainer: pl.Trainer) -> bool:
         if self._strategy is not None and self._strategy.shares_signals:
@@ -152,11 +161,15 @@ class PreemptionCheckpoint(Callback):
         if _host_checkpoints.requeues_on(trainer, number):
             path = str(trainer.strategy.broadcast(str(_host_checkpoints.requeue(trainer, number))))
         else:
-            path = trainer.strategy.broadcast(self.resume_path(trainer))
-            trainer.save_checkpoint(path)
-            if self._strategy is not None:
-                self._strategy.finish_saving()
+            path = self._save(trainer)
         exit_code = 0 if _host_checkpoints.is_script_child(trainer) else None
         ending = PreemptedExit(number, path, exit_code)
         rank_zero_info(str(ending))
         raise ending
+
+    def _save(self, trainer: pl.Trainer) -> str:
+        path = str(trainer.strategy.broadcast(self.resume_path(trainer)))
+        trainer.save_checkpoint(path)
+        if self._strategy is not None:
+            self._strategy.finish_saving()
+        return path
