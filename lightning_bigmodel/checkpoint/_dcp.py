@@ -275,7 +275,7 @@ def _copy_mapped(mapped: mmap.mmap, offset: int, length: int, item: ReadItem, ta
     part: Any = _Part(mapped, offset, length)
     described = torch.load(part, map_location="meta", weights_only=True)
     storage = described.untyped_storage()
-    at = getattr(storage, "_checkpoint_offset", None)  # set by torch for this; private (2.13, not in 2.11)
+    at = getattr(storage, "_checkpoint_offset", None)  # private; checked with 2.13, what has none is read whole
     if at is None or described.numel() == 0:
         return False
     raw = bytes_at(mapped, offset + at, storage.nbytes())

@@ -20,7 +20,7 @@ from lightning_bigmodel.checkpoint.numbered import numbered_state
 from lightning_bigmodel.checkpoint.safetensors_files import files_of, map_file, read_header, shared_names
 from lightning_bigmodel.checkpoint.state import OptimizerState
 
-__all__ = ["Content", "entry_of"]
+__all__ = ["Content", "Progress", "entry_of", "lightning_metadata", "weights_file"]
 
 Progress = Callable[[int, int, str], None]
 _SET_ENDING = "_state_dict"

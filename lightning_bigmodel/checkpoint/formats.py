@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_bigmodel.checkpoint import _dcp, _replace
+from lightning_bigmodel.checkpoint import _replace
 from lightning_bigmodel.checkpoint._pickle import write_pickled
-from lightning_bigmodel.checkpoint.content import Content, Progress, entry_of, lightning_metadata, weights_file
-from lightning_bigmodel.checkpoint.convert import convert_to_single_file, in_module_order, weight_keys
-from lightning_bigmodel.checkpoint.foreign import ForeignIndex, read_parts
+from lightning_bigmodel.checkpoint.content import Content, Progress, lightning_metadata, weights_file
+from lightning_bigmodel.checkpoint.convert import convert_to_single_file
 from lightning_bigmodel.checkpoint.index import (
     SAME_TENSOR,
-    TensorEntry,
-    flush_to_disk,
     is_foreign,
     is_sharded_checkpoint,
-    model_key,
-    read_index,
 )
 from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.safetensors_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
-    Reserved,
-    plan_files,
-    write_index,
 )
 from lightning_bigmodel.checkpoint.store import save_sharded
+from lightning_bigmodel.checkpoint.weights_plan import WeightsPlan, put_in_place, write_safetensors
 
 __all__ = ["Kind", "convert_checkpoint", "kind_of"]
 
 Kind = Literal["sharded", "ckpt", "safetensors"]
 
-_UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
-_UNITS.update({f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)})
 _FILE_ENDINGS = (".ckpt", ".pt", ".pth", ".bin")
 
 
@@ -152,7 +142,7 @@ def convert_checkpoint(
     scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.converting-", dir=output.absolute().parent))
     try:
         if (kind, wanted) == ("sharded", "safetensors"):
-            plan = _Weights.of_directory(found, weights_from, weights_only, progress)
+            plan = WeightsPlan.of_directory(found, weights_from, weights_only, progress)
         else:
             content = _content(found, kind, scratch, weights_only, progress if wanted == "sharded" else None)
             if weights_from is not None:
@@ -163,16 +153,16 @@ def convert_checkpoint(
                 content = content.with_names(rename)
             if wanted == "ckpt":
                 write_pickled(weights_file(content), scratch / "checkpoint")
-                _put(scratch / "checkpoint", output)
+                put_in_place(scratch / "checkpoint", output)
                 return []
             if wanted == "sharded":
                 _write_directory(content, output, progress)
                 return []
-            plan = _Weights.of_content(content, progress)
+            plan = WeightsPlan.of_content(content, progress)
         if kind != "safetensors":
             _check_prefix(plan.entries, strip_prefix, found)
             plan.rename(rename)
-        _write_safetensors(plan, scratch / "new", output, max_shard_size)
+        write_safetensors(plan, scratch / "new", output, max_shard_size)
         return plan.left_out
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -257,105 +247,6 @@ def _chosen(content: Content, set_name: str, source: Path) -> dict[str, Tensor]:
     return {name: value.to(content.model_state[name].dtype) for name, value in content.extra_states[set_name].items()}
 
 
-class _Weights:
-    """What a file of safetensors gets: shapes first, then the values into its memory."""
-
-    def __init__(
-        self,
-        entries: Mapping[str, TensorEntry],
-        same_tensor: list[list[str]],
-        left_out: list[str],
-        fill: Callable[[dict[str, Tensor]], None],
-    ) -> None:
-        groups = [[name for name in names if name in entries] for names in same_tensor]
-        self.notes = {name: names[0] for names in groups for name in names[1:]}
-        self.entries = {name: entry for name, entry in entries.items() if name not in self.notes}
-        self.left_out, self._fill = left_out, fill
-        self._origins = {name: name for name in self.entries}
-
-    @classmethod
-    def of_directory(
-        cls, path: Path, weights_from: str | None, weights_only: bool, progress: Progress | None
-    ) -> _Weights:
-        index = read_index(path)
-        if weights_from is not None and weights_from not in index.extra_names:
-            raise ValueError(
-                f"`{path}` has no tensors of `{weights_from}`; beside the weights it has {sorted(index.extra_names)}."
-            )
-        parts = read_parts(path, index, weights_only=weights_only)
-        keys = weight_keys(index, weights_from)
-        order = in_module_order(index.model_names, parts["module_versions"] or ())
-        entries = {name: index.tensors[model_key(name)] for name in order if model_key(name) in index.tensors}
-
-        def fill(targets: dict[str, Tensor]) -> None:
-            read: set[str] = set()
-
-            def report(key: str) -> None:
-                read.add(key)
-                if progress is not None:
-                    progress(len(read), len(targets), key)
-
-            _dcp.read_values(
-                path,
-                {keys[name]: target for name, target in targets.items()},
-                weights_only=weights_only,
-                on_read=report,
-                is_ours=not isinstance(index, ForeignIndex),
-                is_mapped=True,
-            )
-
-        left_out = [name for name in order if name not in entries]
-        return cls(entries, parts["metadata"].get(SAME_TENSOR, []), left_out, fill)
-
-    @classmethod
-    def of_content(cls, content: Content, progress: Progress | None) -> _Weights:
-        tensors = {name: value for name, value in content.model_state.items() if isinstance(value, Tensor)}
-
-        def fill(targets: dict[str, Tensor]) -> None:
-            for number, (name, target) in enumerate(targets.items(), 1):
-                target.copy_(tensors[name].detach())
-                if progress is not None:
-                    progress(number, len(targets), name)
-
-        entries = {name: entry_of(value) for name, value in tensors.items()}
-        return cls(entries, content.same_tensor, [n for n in content.model_state if n not in tensors], fill)
-
-    def rename(self, change: Callable[[str], str]) -> None:
-        origins = {change(name): name for name in self.entries}
-        if len(origins) != len(self.entries):
-            raise ValueError("Two names become one without the prefix. Choose another `strip_prefix`.")
-        self.entries = {name: self.entries[origin] for name, origin in origins.items()}
-        self.notes = {change(name): change(kept) for name, kept in self.notes.items()}
-        self._origins = origins
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        self._fill({self._origins[name]: target for name, target in targets.items()})
-
-
-def _write_safetensors(plan: _Weights, new: Path, output: Path, max_shard_size: str | int | None) -> None:
-    is_folder = output.suffix != ".safetensors"
-    most = _bytes(max_shard_size if max_shard_size is not None else "5GB") if is_folder or max_shard_size else None
-    layout = plan_files(plan.entries, most)
-    if not is_folder and len(layout) > 1:
-        raise ValueError(
-            f"`{output}` would have more than `max_shard_size` ({max_shard_size}). Give a folder as the target, with"
-            " `to` safetensors, or leave the limit out."
-        )
-    new.mkdir()
-    targets: dict[str, Tensor] = {}
-    files = []
-    for name, part in layout.items():
-        notes = {other: kept for other, kept in plan.notes.items() if kept in part}
-        files.append(Reserved(new / name, part, notes))
-        targets.update(files[-1].tensors())
-    plan.fill({name: targets[name] for name in plan.entries})
-    for file in files:
-        file.flush()
-    if len(layout) > 1:
-        write_index(new, layout)
-    _put(new if is_folder else new / WEIGHTS_FILE, output)
-
-
 def _write_directory(content: Content, output: Path, progress: Progress | None) -> None:
     metadata = lightning_metadata(content.metadata)
     if content.same_tensor:
@@ -408,19 +299,3 @@ class _CountedTensor(TensorRegions):
     def part(self, index: Any) -> Tensor:
         self._counted.report(self._name)
         return super().part(index)
-
-
-def _bytes(size: str | int) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        raise ValueError(f"`max_shard_size` is {size!r}: give a size such as '5GB', '200MB' or a number of bytes.")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-def _put(written: Path, output: Path) -> None:
-    """Give what is complete its name."""
-    if output.is_dir():
-        _replace.finish_writing(written, output)
-    else:
-        written.replace(output)
-        flush_to_disk(output.absolute().parent)

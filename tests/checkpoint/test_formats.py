@@ -204,7 +204,13 @@ def test_settings_that_cannot_take_effect_are_refused(plain: Path, tmp_path: Pat
     assert _names(tmp_path) == ["dir"]
 
 
-CONVERSIONS = [("file", "sharded"), ("file", "safetensors"), ("dir", "safetensors"), ("w.safetensors", "ckpt")]
+CONVERSIONS = [
+    ("dir", "ckpt"),
+    ("file", "sharded"),
+    ("file", "safetensors"),
+    ("dir", "safetensors"),
+    ("w.safetensors", "ckpt"),
+]
 
 
 def _sources(plain: Path, folder: Path) -> dict[str, Path]:

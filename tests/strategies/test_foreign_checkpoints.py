@@ -18,6 +18,7 @@ from lightning_bigmodel.cli import main
 from lightning_bigmodel.testing import RanksFailedError, run_ranks
 from tests.strategies.test_checkpoints import train
 from tests.strategies.test_trainer import assert_same_weights
+from tests.strategies.test_zero_checkpoints import _pairs
 from tests.strategies.trainer_modules import Classifier, loader, trainer, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -141,6 +142,16 @@ def test_a_file_made_a_directory_resumes_sharded(
     assert directory.is_dir()
     for result in run_ranks(_resume, devices, devices, batch_size, strategy, str(directory)):
         assert_same_weights(result["weights"], uninterrupted["weights"])
+
+
+def test_statistics_of_rows_find_their_place_from_a_file(tmp_path: Path) -> None:
+    """Adafactor's row statistics have another shape than the parameter: taken whole, they do not fit the rows."""
+    saved = run_ranks(_pairs, 1, str(tmp_path), 1, 8, "auto", "Adafactor", False)[0]
+    assert main(["convert", str(tmp_path / "epoch=0.ckpt"), str(tmp_path / "dir")]) == 0
+    (tmp_path / "epoch=0.ckpt").unlink()
+    (tmp_path / "dir").rename(tmp_path / "epoch=0.ckpt")
+    for result in run_ranks(_pairs, 2, str(tmp_path), 2, 4, {"zero_stage": 3}, "Adafactor", True):
+        assert_same_weights(result, saved)
 
 
 def _resume_another_model(path: str, devices: int, strategy: dict[str, Any]) -> None:
