@@ -129,6 +129,18 @@ class Plain(Net):
     set_extra_state = torch.nn.Module.set_extra_state
 
 
+def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
+    """A tied head is written by transformers under the embedding's name alone; who ties them must not miss the other."""
+    save_file({"embedding.weight": torch.ones(2, 2)}, tmp_path / "w.safetensors")
+    convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "dir")
+    names = ["embedding.weight", "head.weight"]
+    with pytest.raises(ValueError, match=r"lacks `head\.weight`"):
+        load_sharded(tmp_path / "dir", model_names=names)
+    assert set(load_sharded(tmp_path / "dir", model_names=names, same_tensor=[names]).model_state) == {names[0]}
+    with pytest.raises(ValueError, match="lacks"):
+        load_sharded(tmp_path / "dir", model_names=["a", "b"], same_tensor=[["a", "b"]])
+
+
 def _gpt2(**options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
