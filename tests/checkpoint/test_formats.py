@@ -130,7 +130,7 @@ class Plain(Net):
 
 
 def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
-    """A tied head is written by transformers under the embedding's name alone; who ties them must not miss the other."""
+    """Transformers writes a tied head under the embedding's name alone; the other must not be missed."""
     save_file({"embedding.weight": torch.ones(2, 2)}, tmp_path / "w.safetensors")
     convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "dir")
     names = ["embedding.weight", "head.weight"]

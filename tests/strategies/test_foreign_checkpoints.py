@@ -154,6 +154,25 @@ def test_statistics_of_rows_find_their_place_from_a_file(tmp_path: Path) -> None
         assert_same_weights(result, saved)
 
 
+def _evaluate(path: str | None, strategy: dict[str, Any], devices: int, start: str | None = None) -> dict[str, float]:
+    module = Classifier() if start is None else Classifier.load_from_checkpoint(start)
+    run = trainer(BigModelStrategy(**strategy), devices)
+    (found,) = run.test(module, loader(8, 4), ckpt_path=path, verbose=False)
+    return dict(found)
+
+
+def test_weights_of_safetensors_are_evaluated(tmp_path: Path) -> None:
+    """Weights from a hub, without loops and optimizers, evaluated by one process and sharded."""
+    plain = _train_plainly(tmp_path)
+    assert main(["convert", str(plain), str(tmp_path / "w.safetensors")]) == 0
+    expected = run_ranks(_evaluate, 1, str(plain), {}, 1)[0]
+    for name in ("w.ckpt", "dir"):
+        assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / name)]) == 0
+        for result in run_ranks(_evaluate, 2, str(tmp_path / name), {"zero_stage": 3}, 2):
+            assert result == pytest.approx(expected, abs=1e-5)
+    assert run_ranks(_evaluate, 1, None, {}, 1, str(tmp_path / "w.ckpt"))[0] == pytest.approx(expected, abs=1e-5)
+
+
 def _resume_another_model(path: str, devices: int, strategy: dict[str, Any]) -> None:
     module = Classifier(num_blocks=5)
     before = weights(module)
