@@ -208,9 +208,11 @@ def main() -> None:
         for is_async in (False, True):
             ranks = run_ranks(measure_stall, settings.ranks, settings, is_async, directory, timeout_seconds=1800)
             stalls[is_async] = ranks[0]
-    print(f"{datetime.date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-          f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
-          f"load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{datetime.date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
     print(f"{files[OURS][0]['bytes'] / 1e6:.0f} MB ours, {files[OTHER][0]['bytes'] / 1e6:.0f} MB theirs")
     print("| what | side | min s | median s | ratio of minima | median ratio |")
     print("| --- | --- | ---: | ---: | ---: | ---: |")
@@ -226,9 +228,11 @@ def main() -> None:
                 )
             print(f"| {what} | {side} | {least:.3f} | {median:.3f} | {ratios[0]} | {ratios[1]} |")
     sync, background = stalls[False], stalls[True]
-    print(f"stall: call {background['call']:.3f} s of {sync['call']:.3f} s: {background['call'] / sync['call']:.3f}; "
-          f"complete after {background['complete']:.2f} s and {background['steps beside']} steps of "
-          f"{background['step']:.3f} s, which took {background['slower']:.2f} s longer together")
+    print(
+        f"stall: call {background['call']:.3f} s of {sync['call']:.3f} s: {background['call'] / sync['call']:.3f}; "
+        f"complete after {background['complete']:.2f} s and {background['steps beside']} steps of "
+        f"{background['step']:.3f} s, which took {background['slower']:.2f} s longer together"
+    )
     print(json.dumps({"settings": asdict(settings), "files": files, "stalls": list(stalls.values())}), file=sys.stderr)
 
 
