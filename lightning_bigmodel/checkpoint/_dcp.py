@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    WriteItem,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -192,7 +193,24 @@ class _Writer(FileSystemWriter):
             raise _Sendable(type(error).__name__, str(error)) from error
 
 
+def _in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor whose storage holds nothing else; without that torch copies it to save it.
+
+    Rows of a shard are a view of a larger piece of memory.
+    """
+    if tensor.untyped_storage().size() == tensor.nbytes or not (tensor.is_cpu and tensor.is_contiguous()):
+        return tensor
+    if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        return tensor
+    raw = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return raw.view(tensor.dtype).view(tensor.shape)
+
+
 class _WritePlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return _in_own_storage(data) if isinstance(data, torch.Tensor) else data
+
     def lookup_object(self, index: dcp_metadata.MetadataIndex) -> Any:
         regions = self.state_dict.get(index.fqn)
         return regions.part(index) if isinstance(regions, TensorRegions) else super().lookup_object(index)

@@ -87,7 +87,8 @@ def save_steps(
         )
         if rank == 0:
             # In a background save's case this is the step whose save has begun.
-            (directory / "asked.json").write_text(json.dumps(step))
+            (directory / "asked.tmp").write_text(json.dumps(step))
+            (directory / "asked.tmp").replace(directory / "asked.json")
     if saver is not None:
         saver.finish()
     killer.is_on = False

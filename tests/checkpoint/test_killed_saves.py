@@ -60,7 +60,7 @@ def test_killed_at_random_moments(tmp_path: Path, is_async: bool) -> None:
         assert not any("still running" in text for text in caught.value.failures.values()), caught.value
         (found,) = resumable(tmp_path)
         assert newest_complete([found]) == found
-        asked = json.loads((tmp_path / "asked.json").read_text() or "0") if (tmp_path / "asked.json").exists() else 0
+        asked = json.loads((tmp_path / "asked.json").read_text())
         now = step_of(find_checkpoint(found))
         # The one of before, or one whose save had begun: the last that was noted, or the one after it.
         assert now == before or step <= now <= max(asked + 1, step)
