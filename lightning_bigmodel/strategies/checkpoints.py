@@ -220,6 +220,7 @@ class CheckpointMixin:
 
         Raises:
             TypeError: For `storage_options`, which a sharded directory cannot take.
+            ValueError: For a remote path.
         """
         if storage_options is not None:
             raise TypeError(
@@ -227,6 +228,11 @@ class CheckpointMixin:
                 "out."
             )
         strategy: BigModelStrategy = self
+        if "://" in str(filepath):
+            raise ValueError(
+                f"`{filepath}` is remote, and checkpoints are written by all ranks to storage they share. Give a path "
+                "there, and copy the finished checkpoint (`bigmodel convert` makes one file of it)."
+            )
         path = Path(strategy.broadcast(str(filepath)))
         rest = dict(checkpoint)
         sizer = None if strategy._engine is None else strategy._engine.sizer

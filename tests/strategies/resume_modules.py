@@ -103,6 +103,11 @@ class SaveAt(Callback):
         if not Path(self.path).exists() and not trainer.sanity_checking:
             trainer.save_checkpoint(self.path)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the first step."""
+        if self.hook == "start":
+            self._save(trainer)
+
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """In the middle of an epoch."""
         self.num_batches += 1

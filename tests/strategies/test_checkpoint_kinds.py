@@ -164,3 +164,17 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         BigModelStrategy(checkpoint_format="single", async_checkpoint=True)
     with pytest.raises(ValueError, match="checkpoint_parameters='some'"):
         BigModelStrategy(checkpoint_parameters="some")  # type: ignore[arg-type]
+
+
+def _save_remote() -> str:
+    with pytest.raises(ValueError, match="remote") as caught:
+        fit("zero1", "memory://bucket/last.ckpt", {})
+    return str(caught.value)
+
+
+def test_remote_paths_are_refused_by_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder of the name `memory:`."""
+    monkeypatch.chdir(tmp_path)
+    for message in run_ranks(_save_remote, 2):
+        assert "memory://bucket/last.ckpt" in message
+    assert not list(tmp_path.iterdir())

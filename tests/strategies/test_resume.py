@@ -115,3 +115,18 @@ def test_callbacks_go_on_within_a_window(tmp_path: Path) -> None:
     """A noise scale that has seen half of a window."""
     path = str(tmp_path / "saved.ckpt")
     assert run_ranks(_fit_noise, 1, WHEN["first"], path) == run_ranks(_fit_noise, 1, None, path)
+
+
+@pytest.mark.parametrize("layout", ["replicas", "zero2", "zero3", "pipe"])
+@pytest.mark.parametrize("save", [{"hook": "start"}, {"batch": 1}])
+def test_saving_changes_nothing(save: dict[str, Any], layout: str, tmp_path: Path) -> None:
+    """Random numbers drawn, gradients moved or states made by a save before the first step or within a window."""
+    devices, data_ranks, settings = LAYOUTS[layout]
+    arguments = (settings, devices, data_ranks)
+    never = {"batch": -1}
+    plain = run_ranks(fit, devices, *arguments, never, str(tmp_path / "a"), "16-mixed", accumulate_grad_batches=2)
+    saved = run_ranks(fit, devices, *arguments, save, str(tmp_path / "b"), "16-mixed", accumulate_grad_batches=2)
+    assert (tmp_path / "b").is_dir()
+    for expected, found in zip(plain, saved, strict=True):
+        assert found["losses"] == expected["losses"]
+        assert all((found["weights"][name] == value).all() for name, value in expected["weights"].items())
