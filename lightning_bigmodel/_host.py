@@ -34,23 +34,24 @@ __all__ = [
     "compute_dtype",
     "default_store",
     "end_skipped_step",
+    "epoch_left",
     "first_loader",
     "follow_finetuning",
     "follow_toggles",
+    "follows_accumulation_schedule",
+    "forget_workers",
     "give_back_sampling",
     "graph_break",
+    "has_workers",
     "host_attributes",
     "in_backward",
     "init_process_group",
     "is_fake",
-    "epoch_left",
     "iterate_again",
     "load_loader_states",
     "logged_results",
     "looks_at_gradients",
     "mark_schedule_initialized",
-    "restore_logged_results",
-    "restore_shown_metrics",
     "num_batches_used",
     "num_evaluation_batches",
     "optimizers_to_device",
@@ -58,7 +59,9 @@ __all__ = [
     "queue_after_backward",
     "reduce_scatter_flat",
     "replace_norm_clipping",
+    "restore_logged_results",
     "restore_norm_clipping",
+    "restore_shown_metrics",
     "script_launcher",
     "set_device",
     "set_device_mesh",
@@ -561,6 +564,24 @@ def epoch_left(trainer: pl.Trainer) -> tuple[bool, bool]:
     is_done = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
     within = bool(loop.restarted_mid_epoch)
     return within and not is_done, within and not (is_done and inner.restarted_on_train_batch_end)
+
+
+def follows_accumulation_schedule(trainer: pl.Trainer) -> bool:
+    """Whether a callback sets the window at the start of each epoch, which a resumed epoch does not have."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks(trainer))
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether a DataLoader's persistent workers are there already, and will not be seeded again (torch 2.11 - 2.14)."""
+    return getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None
+
+
+def forget_workers(loader: Any) -> None:
+    """Let a DataLoader start new persistent workers."""
+    if has_workers(loader):
+        loader._iterator = None
 
 
 def iterate_again(trainer: pl.Trainer) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_bigmodel.checkpoint import _replace
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file
-from lightning_bigmodel.checkpoint.store import save_sharded
+from lightning_bigmodel.checkpoint.store import is_sharded_checkpoint, save_sharded
 
 __all__ = ["save_single"]
 
@@ -33,15 +33,27 @@ def save_single(path: Path, *, process_group: dist.ProcessGroup | None = None, *
         ... )  # doctest: +SKIP
     """
     ranks = Ranks(process_group)
-    parts = path.with_name(f".{path.name}.parts")
+    parts, joined = path.with_name(f".{path.name}.parts"), path.with_name(f".{path.name}.joined")
+    ranks.agree("Preparing the checkpoint", lambda: _refuse_folder(path), only_rank=0)
     save_sharded(parts, process_group=process_group, **content)
 
     def join() -> None:
         try:
-            if path.is_dir():  # a sharded one of an earlier run
-                _replace.remove(path)
-            convert_to_single_file(parts, path, overwrite=True)
+            convert_to_single_file(parts, joined, overwrite=True)
+            if (
+                path.is_dir() and not path.is_symlink()
+            ):  # a sharded one of an earlier run, now that the new one is there
+                _replace.discard(path)
+            joined.replace(path)
         finally:
+            joined.unlink(missing_ok=True)
             _replace.remove(parts)
 
     ranks.agree("Writing one file", join, only_rank=0)
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        raise FileExistsError(
+            f"`{path}` is a directory that is no checkpoint, and is not replaced. Give the name of a file to write."
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.mesh.broadcast import Message, broadcast_message, digest_batch, pack_batch
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
 
@@ -19,6 +20,9 @@ __all__ = ["EpochBatches", "LoadPlan", "Loaded", "Position", "share_batch", "sou
 
 _NUM_CHECKED_BATCHES = 3
 _READY, _DRY, _FAILED = 0, 1, 2
+_SAMPLERS = ("sampler", "batch_sampler", "base_sampler", "base_batch_sampler")
+_RNG_NAMES = ("start_rng", "first_rng", "next_rng")
+_PLAIN_NAMES = ("num_batches", "loader_state", "start_generators", "generators", "was_reset")
 
 
 @dataclass(kw_only=True)
@@ -62,6 +66,10 @@ class Position:
     Args:
         num_batches: Batches that were used.
         start_rng: Random state under which the epoch began; None on ranks that are sent their batches.
+        first_rng: Random state under which its first batch was loaded, which hooks may have moved.
+        start_generators: States that generators of the loader itself began the epoch with.
+        generators: Their states now.
+        was_reset: Whether workers of an earlier epoch went on.
         next_rng: Random state under which a further batch was loaded ahead of its use, if one was.
         loader_state: What a loader that keeps its own position says.
     """
@@ -70,19 +78,25 @@ class Position:
     start_rng: RngState | None = None
     next_rng: RngState | None = None
     loader_state: Any = None
+    first_rng: RngState | None = None
+    start_generators: tuple[torch.Tensor, ...] = ()
+    generators: tuple[torch.Tensor, ...] = ()
+    was_reset: bool = False
 
     def plain(self) -> dict[str, Any]:
         """As a checkpoint keeps it."""
-        states = {name: getattr(self, name) for name in ("start_rng", "next_rng")}
+        states = {name: getattr(self, name) for name in _RNG_NAMES}
         plain = {name: None if state is None else state.plain() for name, state in states.items()}
-        return {"num_batches": self.num_batches, "loader_state": self.loader_state, **plain}
+        return {**{name: getattr(self, name) for name in _PLAIN_NAMES}, **plain}
 
     @classmethod
     def of_plain(cls, state: dict[str, Any]) -> Position:
         """What `plain` gave."""
-        states = {name: state[name] for name in ("start_rng", "next_rng")}
-        found = {name: None if plain is None else RngState.of_plain(plain) for name, plain in states.items()}
-        return cls(num_batches=state["num_batches"], loader_state=state["loader_state"], **found)
+        states = {name: state[name] for name in _RNG_NAMES}
+        found: dict[str, Any] = {
+            name: None if plain is None else RngState.of_plain(plain) for name, plain in states.items()
+        }
+        return cls(**{name: state[name] for name in _PLAIN_NAMES}, **found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +151,9 @@ class EpochBatches(Iterator[Any]):
         self._start_error: Exception | None = None
         self._resumes_at, self._keeps_rng = resumes_at, keeps_rng
         self._start_rng: RngState | None = None
+        self._first_rng: RngState | None = None
+        self._start_generators: tuple[torch.Tensor, ...] = ()
+        self._was_reset = False
         self._rng_before: dict[int, RngState | None] = {}
         if plan.loads and not (plan.replicated and plan.model_size > 1) and resumes_at is None and not deferred:
             # Here and not at the first `next`, because one process starts workers and draws their seed here.
@@ -144,7 +161,20 @@ class EpochBatches(Iterator[Any]):
 
     def position(self, num_used: int) -> Position:
         """Where it is, when that many batches have been used."""
-        return Position(num_batches=num_used, start_rng=self._start_rng, next_rng=self._rng_before.get(num_used))
+        return Position(
+            num_batches=num_used,
+            start_rng=self._start_rng,
+            first_rng=self._first_rng,
+            next_rng=self._rng_before.get(num_used),
+            start_generators=self._start_generators,
+            generators=_generator_states(self._plan.loader),
+            was_reset=self._was_reset,
+        )
+
+    @staticmethod
+    def restore_generators(loader: Any, position: Position) -> None:
+        """Between epochs: generators of the loader itself go on from where they were."""
+        _set_generators(loader, position.generators)
 
     def resume_at(self, position: Position) -> None:
         """Go on from there, of an iterator that is begun and cannot be begun again."""
@@ -152,9 +182,17 @@ class EpochBatches(Iterator[Any]):
 
     def _resume(self, position: Position) -> None:
         ambient = capture_rng()
+        loader = self._plan.loader
         try:
-            if position.start_rng is not None:
+            if position.start_rng is not None and self._plan.loads:
+                _host.forget_workers(loader)
+                if position.was_reset:
+                    iter(loader)
+                _set_generators(loader, position.start_generators)
                 restore_rng(position.start_rng)
+                if self._iterator is None and not (self._plan.replicated and self._plan.model_size > 1):
+                    self._start()
+                    restore_rng(position.first_rng or position.start_rng)
             for _ in range(position.num_batches):
                 next(self)
             if position.next_rng is not None and self._plan.loads:
@@ -234,7 +272,8 @@ class EpochBatches(Iterator[Any]):
         return loaded
 
     def _start(self) -> None:
-        self._start_rng = capture_rng()
+        self._start_rng, self._start_generators = capture_rng(), _generator_states(self._plan.loader)
+        self._was_reset = _host.has_workers(self._plan.loader)
         try:
             if self._plan.replicated:
                 _use_source_worker_seeds(self._plan)
@@ -266,6 +305,8 @@ class EpochBatches(Iterator[Any]):
         if self._start_error is not None:
             return Loaded(error=self._start_error)
         assert self._iterator is not None
+        if self._index == 0:
+            self._first_rng = capture_rng()
         if self._keeps_rng:
             self._rng_before = {self._index - 1: self._rng_before.get(self._index - 1), self._index: capture_rng()}
         try:
@@ -275,6 +316,31 @@ class EpochBatches(Iterator[Any]):
         except Exception as error:
             return Loaded(error=error)
         return Loaded(batch=batch, padding=self._plan.is_padding(self._index))
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Generators that the loader and its samplers have of their own."""
+    found: dict[int, torch.Generator] = {}
+    waiting, seen = [loader], set()
+    while waiting:
+        holder = waiting.pop(0)
+        if holder is None or id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found.setdefault(id(generator), generator)
+        waiting += [getattr(holder, name, None) for name in _SAMPLERS]
+    return list(found.values())
+
+
+def _generator_states(loader: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(generator.get_state() for generator in _generators(loader))
+
+
+def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(state)
 
 
 def source_rng(own: RngState, plan: LoadPlan) -> RngState:

@@ -172,21 +172,23 @@ class MeshLoader:
             return Position(num_batches=num_used, loader_state=self.state_dict())
         return Position(num_batches=num_used) if self._current is None else self._current.position(num_used)
 
-    def resume(self, position: Position | None) -> None:
-        """Let the next `iter` go on at a position, or begin an epoch, under the random state of its first batch.
+    def resume(self, position: Position, *, within_epoch: bool) -> None:
+        """Let the next `iter` go on at a position, or begin the next epoch, under the random state of its first batch.
 
         Every rank must do so. Time: that of loading again what was used, but for loaders that keep their own position.
         """
         if isinstance(self, _StatefulMeshLoader):
-            if position is not None and position.loader_state is not None:
+            if within_epoch and position.loader_state is not None:
                 self.load_state_dict(position.loader_state)
             return
         if not isinstance(self._loader, Iterator):  # one that cannot be begun again has given its first batch at most
             self._pending = None
-        elif self._pending is not None and position is not None:
+        elif self._pending is not None and within_epoch:
             self._pending.resume_at(position)
             return
-        self._resumes_at, self._defers_start = position, True
+        if not within_epoch:
+            EpochBatches.restore_generators(self._loader, position)
+        self._resumes_at, self._defers_start = position if within_epoch else None, True
 
     def __len__(self) -> int:
         """Return this rank's number of batches; a TypeError where the wrapped loader has no length."""

@@ -276,6 +276,11 @@ class CheckpointMixin:
         weights_only = True if weights_only is None else weights_only
         with strategy._phase("loading a checkpoint"):
             if not is_sharded_checkpoint(path):
+                if path.is_dir():
+                    raise ValueError(
+                        f"`ckpt_path={str(path)!r}` is a directory that is no checkpoint. Give a checkpoint in it: "
+                        f"{sorted(entry.name for entry in path.iterdir())[:10]}."
+                    )
                 plain: dict[str, Any] = read_guarded(
                     path, strategy.checkpoint_io.load_checkpoint, weights_only=weights_only
                 )

@@ -48,6 +48,7 @@ class RunState(StrategyBase):
             "num_steps": self.engine.num_steps,
             "num_batches_moved": self._num_batches_moved,
             "seed": self._seed,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "rng": capture_rng().plain(),
             "position": None if position is None else position.plain(),
             "window": None if self._window is None else self._window.state_dict(),
@@ -132,8 +133,13 @@ class RunState(StrategyBase):
                 self._window.load_state_dict({**state["window"], "is_open": False, "reference": None, "total": 0.0})
         has_batches, has_end = _host.epoch_left(trainer)
         _host.restore_shown_metrics(trainer, state["shown"])
+        logged = {entry["options"]["metric_attribute"] for entry in state["logged"].values()}
+        # At an epoch's end the host resets the metrics that were logged.
+        kept = {name: saved for name, saved in state["metrics"].items() if has_end or name not in logged}
+        self._load_metric_states(kept)
+        if has_batches and _host.follows_accumulation_schedule(trainer):
+            trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         if has_end:
-            self._load_metric_states(state["metrics"])
             _host.restore_logged_results(trainer, state["logged"])
         for callback in _host.callbacks(trainer):
             if hasattr(callback, "load_rank_state_dict") and callback.state_key in state["callbacks"]:
@@ -141,7 +147,7 @@ class RunState(StrategyBase):
         loader, saved = _host.train_loader(trainer), state["position"]
         restore_rng(RngState.of_plain(state["rng"]))
         if isinstance(loader, MeshLoader) and saved is not None:
-            loader.resume(Position.of_plain(saved) if has_batches else None)
+            loader.resume(Position.of_plain(saved), within_epoch=has_batches)
             with self._phase("going on within the data"):
                 _host.iterate_again(trainer)
             restore_rng(RngState.of_plain(state["rng"]))

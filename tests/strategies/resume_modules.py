@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from lightning_bigmodel import BigModelPrecision, BigModelStrategy
 
@@ -156,6 +157,33 @@ class CaptureLogs(logging.Handler):
         self.logger.removeHandler(self)
 
 
+class Draws(Callback):
+    """Draws where an epoch starts: after the loader has begun, before its first batch. A resumed epoch has no start."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Three numbers."""
+        torch.rand(3)
+
+
+class Quiet(Noisy):
+    """Without noise, which workers of an earlier epoch would go on with."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), float(index)).sin(), torch.tensor(index % 3)
+
+
+def _loader_of(habit: str, batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    if habit == "own_generator":
+        return DataLoader(Noisy(48), batch_size=batch_size, shuffle=True, generator=generator)
+    if habit == "weighted":
+        sampler = WeightedRandomSampler([1.0 + index for index in range(48)], 48, generator=generator)
+        return DataLoader(Noisy(48), batch_size=batch_size, sampler=sampler)
+    if habit == "persistent":
+        return DataLoader(Quiet(48), batch_size=batch_size, shuffle=True, num_workers=1, persistent_workers=True)
+    return DataLoader(Noisy(48), batch_size=batch_size, shuffle=True)
+
+
 def fit(
     settings: dict[str, Any],
     devices: int,
@@ -170,6 +198,8 @@ def fit(
     seed: int = 5,
     probability: float = 0.2,
     extra: Sequence[Callback] = (),
+    habit: str | None = None,
+    schedule: dict[int, int] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of two epochs that saves on its way, or that resumes from what was saved."""
@@ -177,6 +207,8 @@ def fit(
     seed_everything(seed + 100 * resumes, verbose=False)  # a resumed run must not need the seed
     keep = SaveAt(path, **(save or {}))
     module = Model(probability)
+    extra = [*extra, *([Draws()] if habit == "draws" else [])]
+    extra += [GradientAccumulationScheduler(schedule)] if schedule else []
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
@@ -197,6 +229,8 @@ def fit(
         shuffle=shuffle and not stream,
         num_workers=num_workers,
     )
+    if habit is not None:
+        loader = _loader_of(habit, 8 // data_ranks)
     trainer.fit(module, loader, DataLoader(Noisy(8), batch_size=4), ckpt_path=path if resumes else None)
     weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
     return {"weights": weights, "losses": module.losses, "epochs": keep.epochs}

@@ -178,3 +178,39 @@ def test_remote_paths_are_refused_by_every_rank(tmp_path: Path, monkeypatch: pyt
     for message in run_ranks(_save_remote, 2):
         assert "memory://bucket/last.ckpt" in message
     assert not list(tmp_path.iterdir())
+
+
+def _save_over_folder(path: str) -> str:
+    with pytest.raises(Exception, match="no checkpoint") as caught:
+        fit("zero1", path, {"checkpoint_format": "single"})
+    return str(caught.value)
+
+
+def test_a_folder_of_the_users_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """Data that a name happened to belong to."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious.txt").write_text("x")
+    for message in run_ranks(_save_over_folder, 2, str(tmp_path / "data")):
+        assert str(tmp_path / "data") in message
+    assert (tmp_path / "data" / "precious.txt").read_text() == "x"
+
+
+def _fail_to_join(path: str) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_bigmodel.checkpoint.single.convert_to_single_file", fail)
+        with pytest.raises(RuntimeError, match="No space left"):
+            fit("zero1", path, {"checkpoint_format": "single"})
+
+
+def test_a_file_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """An old checkpoint that goes before the new one is complete."""
+    path = tmp_path / "last.ckpt"
+    run_ranks(fit, 2, "zero1", str(path), {})
+    run_ranks(_fail_to_join, 2, str(path))
+    assert is_sharded_checkpoint(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    run_ranks(fit, 2, "zero1", str(path), {"checkpoint_format": "single"})
+    assert path.is_file()

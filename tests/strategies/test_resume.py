@@ -130,3 +130,17 @@ def test_saving_changes_nothing(save: dict[str, Any], layout: str, tmp_path: Pat
     for expected, found in zip(plain, saved, strict=True):
         assert found["losses"] == expected["losses"]
         assert all((found["weights"][name] == value).all() for name, value in expected["weights"].items())
+
+
+@pytest.mark.parametrize("when", ["middle", "epoch", "second_epoch"])
+@pytest.mark.parametrize("kind", ["own_generator", "weighted", "persistent", "draws"])
+@pytest.mark.parametrize("layout", ["one", "zero2"])
+def test_loaders_with_habits(layout: str, kind: str, when: str, tmp_path: Path) -> None:
+    """Generators of the loader's own, workers that outlive an epoch, hooks that draw before the first batch."""
+    check(layout, when, tmp_path, habit=kind)
+
+
+@pytest.mark.parametrize("when", ["middle", "second_epoch"])
+def test_the_windows_of_a_schedule_go_on(when: str, tmp_path: Path) -> None:
+    """A callback that sets the window where an epoch starts, as a resumed one does not."""
+    check("one", when, tmp_path, schedule={0: 2, 1: 3})
