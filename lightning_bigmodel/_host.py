@@ -57,6 +57,7 @@ __all__ = [
     "optimizers_to_device",
     "plain_batch_sampler",
     "queue_after_backward",
+    "rebuild_finetuned_groups",
     "reduce_scatter_flat",
     "replace_norm_clipping",
     "restore_logged_results",
@@ -509,6 +510,31 @@ def follow_finetuning(trainer: pl.Trainer, whole_of: Callable[[Any], Any]) -> No
     for callback in callbacks(trainer):
         if isinstance(callback, BaseFinetuning):
             callback.__dict__["_apply_mapping_to_param_groups"] = apply
+
+
+def rebuild_finetuned_groups(trainer: pl.Trainer, held_of: Callable[[Any], Any]) -> None:
+    """Let finetuning callbacks build the groups of a saved run again, before optimizer states are loaded.
+
+    `BaseFinetuning` of Lightning 2.6 does so in `on_fit_start`, which has passed where a strategy loads checkpoints
+    after the set-up. What it had put into a further group was trained.
+    """
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    for callback in callbacks(trainer):
+        if not (isinstance(callback, BaseFinetuning) and callback._restarting):
+            continue
+        numbers = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        followed = callback.__dict__.pop("_apply_mapping_to_param_groups", None)
+        callback.on_fit_start(trainer, trainer.lightning_module)
+        if followed is not None:
+            callback.__dict__["_apply_mapping_to_param_groups"] = followed
+        for optimizer, number in zip(trainer.optimizers, numbers, strict=True):
+            for index, group in enumerate(optimizer.param_groups):
+                held = [held_of(parameter) for parameter in group["params"]]
+                if index >= number:
+                    for parameter in (*group["params"], *held):
+                        parameter.requires_grad = True
+                group["params"] = held
 
 
 def unfollow_finetuning(trainer: pl.Trainer) -> None:

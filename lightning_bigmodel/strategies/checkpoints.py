@@ -385,6 +385,10 @@ class CheckpointMixin:
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of owned parameters, and all group options."""
+        sharded = self._sharded
+        _host.rebuild_finetuned_groups(
+            self._trainer(), (lambda p: p) if sharded is None else lambda p: sharded.shards.shard_of(p)
+        )
         names = self._parameter_names()
         owned_ids = {id(parameter) for parameter in self._held().owned}
         owned = {names[key] for key in owned_ids}

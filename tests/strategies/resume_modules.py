@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -165,6 +165,19 @@ class Draws(Callback):
         torch.rand(3)
 
 
+class Unfreezes(BaseFinetuning):
+    """Two blocks join in the second epoch, in a group of their own."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        """Before the optimizer is made."""
+        self.freeze(pl_module.blocks[:2])  # type: ignore[arg-type, index]
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        """Once."""
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[:2], optimizer, lr=0.001)  # type: ignore[arg-type, index]
+
+
 class Quiet(Noisy):
     """Without noise, which workers of an earlier epoch would go on with."""
 
@@ -200,6 +213,7 @@ def fit(
     extra: Sequence[Callback] = (),
     habit: str | None = None,
     schedule: dict[int, int] | None = None,
+    unfreezes: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of two epochs that saves on its way, or that resumes from what was saved."""
@@ -209,6 +223,11 @@ def fit(
     module = Model(probability)
     extra = [*extra, *([Draws()] if habit == "draws" else [])]
     extra += [GradientAccumulationScheduler(schedule)] if schedule else []
+    extra += [Unfreezes()] if unfreezes else []
+    if unfreezes:  # a schedule has one rate for each group of the beginning
+        module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
+            [p for p in module.parameters() if p.requires_grad], lr=0.01
+        )
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
@@ -233,4 +252,5 @@ def fit(
         loader = _loader_of(habit, 8 // data_ranks)
     trainer.fit(module, loader, DataLoader(Noisy(8), batch_size=4), ckpt_path=path if resumes else None)
     weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
-    return {"weights": weights, "losses": module.losses, "epochs": keep.epochs}
+    rates = len(trainer.optimizers[0].param_groups)
+    return {"weights": weights, "losses": module.losses, "epochs": keep.epochs, "rates": rates}

@@ -144,3 +144,19 @@ def test_loaders_with_habits(layout: str, kind: str, when: str, tmp_path: Path) 
 def test_the_windows_of_a_schedule_go_on(when: str, tmp_path: Path) -> None:
     """A callback that sets the window where an epoch starts, as a resumed one does not."""
     check("one", when, tmp_path, schedule={0: 2, 1: 3})
+
+
+@pytest.mark.parametrize("layout", ["one", "zero2", "zero3", "pipe"])
+@pytest.mark.parametrize("kind", ["sharded", "single"])
+def test_groups_that_a_callback_has_added_are_there_again(layout: str, kind: str, tmp_path: Path) -> None:
+    """A checkpoint with one group more than the optimizer of the new run; layers that are frozen again."""
+    devices, data_ranks, settings = LAYOUTS[layout]
+    arguments = ({**settings, "checkpoint_format": kind}, devices, data_ranks)
+    path = str(tmp_path / "saved.ckpt")
+    options: dict[str, Any] = {"unfreezes": True, "probability": 0.0, "max_epochs": 3, "shuffle": False}
+    whole = run_ranks(fit, devices, *arguments, {"batch": 9}, path, **options)
+    resumed = run_ranks(fit, devices, *arguments, None, path, **options)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert found["rates"] == expected["rates"] == 2
+        if kind == "sharded":
+            assert found["losses"] == expected["losses"][-len(found["losses"]) :]
