@@ -81,7 +81,7 @@ def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
     shutil.copytree(tmp_path, keep, ignore=lambda *_: ["keep"])
     num_events = run_ranks(save_steps, 2, tmp_path, 2, 1, False, None, [], 0)[0]
     seen = set()
-    for at in range(num_events - 8, num_events + 1):
+    for at in range(num_events - 14, num_events + 1):
         directory = tmp_path / f"at_{at}"
         shutil.copytree(keep, directory)
         with pytest.raises(RanksFailedError):
