@@ -33,6 +33,7 @@ __all__ = [
     "callbacks",
     "compute_dtype",
     "default_store",
+    "end_restart",
     "end_skipped_step",
     "epoch_left",
     "first_loader",
@@ -590,6 +591,14 @@ def epoch_left(trainer: pl.Trainer) -> tuple[bool, bool]:
     is_done = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
     within = bool(loop.restarted_mid_epoch)
     return within and not is_done, within and not (is_done and inner.restarted_on_train_batch_end)
+
+
+def end_restart(trainer: pl.Trainer) -> None:
+    """Let the epoch a run resumes in end as any other.
+
+    Lightning 2.6 leaves schedulers that follow a metric alone there, as checkpoints have no metrics; ours do.
+    """
+    trainer.fit_loop._restarting = False
 
 
 def follows_accumulation_schedule(trainer: pl.Trainer) -> bool:

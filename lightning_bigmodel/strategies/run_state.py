@@ -140,6 +140,7 @@ class RunState(StrategyBase):
         if has_batches and _host.follows_accumulation_schedule(trainer):
             trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         if has_end:
+            _host.end_restart(trainer)
             _host.restore_logged_results(trainer, state["logged"])
         for callback in _host.callbacks(trainer):
             if hasattr(callback, "load_rank_state_dict") and callback.state_key in state["callbacks"]:

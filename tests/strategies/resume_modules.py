@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Sequence
@@ -185,6 +186,13 @@ class Quiet(Noisy):
         return torch.full((WIDTH,), float(index)).sin(), torch.tensor(index % 3)
 
 
+def _on_plateau(module: LightningModule) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    # A threshold that no epoch reaches: each one halves the rate.
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
 def _loader_of(habit: str, batch_size: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
     if habit == "own_generator":
@@ -214,6 +222,7 @@ def fit(
     habit: str | None = None,
     schedule: dict[int, int] | None = None,
     unfreezes: bool = False,
+    plateau: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of two epochs that saves on its way, or that resumes from what was saved."""
@@ -224,6 +233,8 @@ def fit(
     extra = [*extra, *([Draws()] if habit == "draws" else [])]
     extra += [GradientAccumulationScheduler(schedule)] if schedule else []
     extra += [Unfreezes()] if unfreezes else []
+    if plateau:
+        module.configure_optimizers = functools.partial(_on_plateau, module)  # type: ignore[method-assign]
     if unfreezes:  # a schedule has one rate for each group of the beginning
         module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
             [p for p in module.parameters() if p.requires_grad], lr=0.01
@@ -252,5 +263,7 @@ def fit(
         loader = _loader_of(habit, 8 // data_ranks)
     trainer.fit(module, loader, DataLoader(Noisy(8), batch_size=4), ckpt_path=path if resumes else None)
     weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
+    if plateau:
+        assert trainer.optimizers[0].param_groups[0]["lr"] < 0.01
     rates = len(trainer.optimizers[0].param_groups)
     return {"weights": weights, "losses": module.losses, "epochs": keep.epochs, "rates": rates}

@@ -160,3 +160,10 @@ def test_groups_that_a_callback_has_added_are_there_again(layout: str, kind: str
         assert found["rates"] == expected["rates"] == 2
         if kind == "sharded":
             assert found["losses"] == expected["losses"][-len(found["losses"]) :]
+
+
+@pytest.mark.parametrize("when", ["middle", "validation", "second_epoch"])
+@pytest.mark.parametrize("layout", ["one", "pipe"])
+def test_a_rate_that_follows_a_metric_goes_on(layout: str, when: str, tmp_path: Path) -> None:
+    """A step of the schedule that is left out at the end of the epoch that was resumed."""
+    check(layout, when, tmp_path, plateau=True, max_epochs=4)
