@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_bigmodel.checkpoint import _replace
 from lightning_bigmodel.checkpoint._pickle import write_pickled
-from lightning_bigmodel.checkpoint.content import Content, Progress, lightning_metadata, weights_file
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file
 from lightning_bigmodel.checkpoint.index import (
     SAME_TENSOR,
     is_foreign,
     is_sharded_checkpoint,
 )
+from lightning_bigmodel.checkpoint.mapped_content import Content, Progress, lightning_metadata, weights_file
 from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
 from lightning_bigmodel.checkpoint.safetensors_files import (
     INDEX_FILE,

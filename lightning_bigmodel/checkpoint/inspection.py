@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._harmless import needed_classes, refused_classes
 from lightning_bigmodel.checkpoint._pickle import read_pickled
-from lightning_bigmodel.checkpoint.content import entry_of
 from lightning_bigmodel.checkpoint.foreign import REST_FILE, ForeignIndex
 from lightning_bigmodel.checkpoint.formats import kind_of
 from lightning_bigmodel.checkpoint.index import METADATA_FILE, TensorEntry, rank_file, read_index, wrong_files
+from lightning_bigmodel.checkpoint.mapped_content import entry_of
 from lightning_bigmodel.checkpoint.safetensors_files import files_of, read_header, shared_names
 
 __all__ = ["inspect_checkpoint"]

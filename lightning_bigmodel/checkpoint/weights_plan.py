@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
-from lightning_bigmodel.checkpoint.content import Content, Progress, entry_of
 from lightning_bigmodel.checkpoint.convert import in_module_order, weight_keys
 from lightning_bigmodel.checkpoint.foreign import ForeignIndex, read_parts
 from lightning_bigmodel.checkpoint.index import SAME_TENSOR, TensorEntry, flush_to_disk, model_key, read_index
+from lightning_bigmodel.checkpoint.mapped_content import Content, Progress, entry_of
 from lightning_bigmodel.checkpoint.safetensors_files import WEIGHTS_FILE, Reserved, plan_files, write_index
 
 __all__ = ["WeightsPlan", "put_in_place", "write_safetensors"]

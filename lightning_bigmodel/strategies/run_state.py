@@ -126,11 +126,12 @@ class RunState(StrategyBase):
         self._seed = state["seed"]
         self.engine.reseed(self._seed)
         self._num_batches_moved = state["num_batches_moved"]
-        if self._window is not None and state["window"] is not None:
-            self._window.load_state_dict(state["window"])
+        window = state["window"]
+        if self._window is not None and window is not None:
+            if not state["gradients"] and not self._is_manual:  # without them it begins anew
+                window = {**window, "is_open": False, "reference": None, "total": 0.0}
+            self._window.load_state_dict(window)
             self._load_gradients(state["gradients"])
-            if not state["gradients"] and not self._is_manual:
-                self._window.load_state_dict({**state["window"], "is_open": False, "reference": None, "total": 0.0})
         has_batches, has_end = _host.epoch_left(trainer)
         _host.restore_shown_metrics(trainer, state["shown"])
         logged = {entry["options"]["metric_attribute"] for entry in state["logged"].values()}
