@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+    from lightning_bigmodel.replicas.dense import AllReduce
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
     "AdaScale",
     "AdaptiveAccumulation",
+    "AllReduce",
     "BigModelPrecision",
     "BigModelStrategy",
     "ExponentialMovingAverage",
@@ -45,6 +47,7 @@ __all__ = [
 _HOMES = {
     "AdaScale": "lightning_bigmodel.callbacks.adascale",
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
+    "AllReduce": "lightning_bigmodel.replicas.dense",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_bigmodel.mesh.axes import AXES, Layout
 
-__all__ = ["RankMesh", "build_pipe_subgroups", "build_rank_mesh"]
+__all__ = ["RankMesh", "build_pipe_subgroups", "build_rank_mesh", "build_replica_levels"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +161,33 @@ def build_pipe_subgroups(
         group = _enumerated_group(lines, None)
         groups[owners] = group if rank_mesh.pipe_rank in owners else None
     return groups
+
+
+def build_replica_levels(rank_mesh: RankMesh, num_inside: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Divide the replicas into sets of neighbours. Collective over the world.
+
+    Args:
+        rank_mesh: This rank's mesh.
+        num_inside: Neighbouring replicas a set, such as those of one machine.
+
+    Returns:
+        The group of this rank's set, and the group of the ranks that have its place in theirs. Both have only ranks
+        that hold this rank's part of the model, and carry tensors of the device.
+
+    Raises:
+        ValueError: If the replicas do not divide into such sets.
+    """
+    layout = rank_mesh.layout
+    if num_inside < 1 or layout.data_replicate % num_inside:
+        raise ValueError(
+            f"{layout.data_replicate} replicas do not divide into sets of {num_inside}. "
+            f"Use one of {[n for n in range(1, layout.data_replicate + 1) if layout.data_replicate % n == 0]}."
+        )
+    ranks = torch.arange(layout.world_size).view(layout.shape)
+    sets = ranks.unflatten(1, (layout.data_replicate // num_inside, num_inside)).movedim(2, -1)
+    inside = _enumerated_group(sets.reshape(-1, num_inside).tolist(), None)
+    across = _enumerated_group(sets.movedim(1, -1).reshape(-1, layout.data_replicate // num_inside).tolist(), None)
+    return inside, across
 
 
 def _coordinates(layout: Layout, rank: int) -> tuple[int, ...]:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from lightning_bigmodel import _host
 
-__all__ = ["GradientPlaces", "GradientWindow", "clip_by_norm", "largest_weight"]
+__all__ = ["NO_RANKS", "GradientPlaces", "GradientWindow", "clip_by_norm", "largest_weight"]
+
+# In the place of a group: there is nothing to sum. `dist.get_world_size` knows it.
+NO_RANKS: Any = dist.GroupMember.NON_GROUP_MEMBER
 
 SumTensors = Callable[[Sequence[Tensor], "dist.ProcessGroup | None"], None]
 
@@ -111,6 +114,9 @@ class GradientWindow:
         divides: False leaves the plain sum, for losses that are sums over samples.
         partial: Whole parameters of which each tensor rank has a part of the gradient.
         partial_group: The tensor ranks.
+        agreeing: The ranks that count weights and gradients together. Default: those of `places.data_group`.
+        reduce_replicas: Called last, with the parameters that have a gradient on any of these ranks, where more than
+            plain sums is to be done between replicas. Not called for a window without a loss anywhere.
 
     Communication a window: the gradients of tied parameters within their owners; with several data ranks, one small
     all-reduce and all gradients once.
@@ -128,15 +134,25 @@ class GradientWindow:
         divides: bool = True,
         partial: Sequence[nn.Parameter] = (),
         partial_group: dist.ProcessGroup | None = None,
+        agreeing: dist.ProcessGroup | None = None,
+        reduce_replicas: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
         self._partial, self._partial_group = partial, partial_group
+        self._agreeing = places.data_group if agreeing is None else agreeing
+        self._reduce_replicas = reduce_replicas
         self._parameters, self._shared, self._groups = parameters, shared, shared_groups
         self._trained, self._places, self._sum = trained, places, sum_tensors
-        self._data_size = dist.get_world_size(places.data_group)
+        self._num_agreeing = dist.get_world_size(self._agreeing)
         self._divides = divides
         self._reference: float | None = None
         self._total = 0.0
         self._dirty = False
+        self._last_weight = 0.0
+
+    @property
+    def last_weight(self) -> float:
+        """What the batches of this data rank weighed in the window that was completed last."""
+        return self._last_weight
 
     @property
     def is_open(self) -> bool:
@@ -206,13 +222,18 @@ class GradientWindow:
             gradients = [holder.grad for holder in holders if holder.grad is not None]
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
-        if self._data_size > 1:
+        if self._num_agreeing > 1:
             by_group: dict[dist.ProcessGroup | None, list[nn.Parameter]] = {}
             for parameter, holder in zip(parameters, holders, strict=True):
                 by_group.setdefault(places.summed_over(parameter), []).append(holder)
             for group, members in by_group.items():
                 if dist.get_world_size(group) > 1:
                     self._sum(_filled(members), group)
+            if self._reduce_replicas is not None:
+                _filled(holders)
+        if self._reduce_replicas is not None and total:
+            self._reduce_replicas(parameters)
+        self._last_weight = self._total
         self._reference, self._total, self._dirty = None, 0.0, False
         places.show()
         return True
@@ -239,9 +260,9 @@ class GradientWindow:
 
     def _sum_numbers(self, numbers: list[float]) -> Callable[[], list[float]]:
         """Start to sum over the data ranks; returns what waits for the result."""
-        if self._data_size == 1:
+        if self._num_agreeing == 1:
             return lambda: numbers
-        group = self._places.data_group
+        group = self._agreeing
         # On the host, where it can be: what the device still computes need not be waited for.
         device = _host.device_for_numbers(group, self._parameters[0].device if self._parameters else None)
         summed = torch.tensor(numbers, dtype=torch.float64, device=device)

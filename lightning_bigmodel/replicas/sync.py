@@ -153,6 +153,9 @@ class ParameterSync(ReplicaSync, ABC):
     pending_weight: float = 0.0
     """What this replica's batches weighed since it last agreed with the others."""
 
+    needs_loss = False
+    """Whether `after_step` looks at `StepProgress.loss`, which is NaN otherwise: reading it waits for the device."""
+
     averages_optimizer_state = False
     """Whether optimizer state is averaged whenever weights are (the caller does it when `after_step` says so)."""
 

@@ -50,7 +50,7 @@ from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
 from lightning_bigmodel.pipeline.batch_norm import check_deferral
 from lightning_bigmodel.pipeline.blocks import check_blocks
 from lightning_bigmodel.pipeline.engine import PipelineEngine
-from lightning_bigmodel.pipeline.gradients import GradientWindow
+from lightning_bigmodel.pipeline.gradients import GradientPlaces, GradientWindow
 from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight, check_weight
 from lightning_bigmodel.pipeline.microbatch_size import MicrobatchSizer
@@ -59,6 +59,7 @@ from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.pipeline.token_weight import TokenWeight
 from lightning_bigmodel.precision.bigmodel import PRECISIONS, BigModelPrecision
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
+from lightning_bigmodel.replicas.sync import GradientSync, ReplicaSync
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
 from lightning_bigmodel.sharding.optimizers import adapt_optimizer, check_parts
@@ -83,6 +84,7 @@ from lightning_bigmodel.strategies.manual import ManualOptimization
 from lightning_bigmodel.strategies.memory import resident_bytes
 from lightning_bigmodel.strategies.predictions import gather_predictions
 from lightning_bigmodel.strategies.preemption import PreemptedExit
+from lightning_bigmodel.strategies.replica_settings import check_replica_run, check_replica_sync
 from lightning_bigmodel.strategies.replicated import ReplicatedGradients
 from lightning_bigmodel.strategies.saving import SavingHooks
 from lightning_bigmodel.strategies.sharded import ShardedRun
@@ -150,6 +152,10 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             `"DualPipeV"`.
         blocks: Where the model may be cut: `"auto"`, or module names / patterns (`["model.layers.*"]`), called once a
             step. As many names as stages is a cut of your own: each stage begins at its name.
+        replica_sync: How whole-model replicas agree. Default: `AllReduce()`, by which they are one process. Others send
+            less: `HierarchicalAllReduce`, `PowerSGD`, `DGC`, `TopKErrorFeedback` on gradients; `LocalSGD`,
+            `AdaptiveLocalSGD`, `DiLoCo` on weights, now and then. Replicas may be cut, and sharded too
+            (`data_replicate_size`).
         microbatch_weight: How micro-batches, accumulated batches and data ranks weigh in the mean: `"samples"`,
             `"tokens"` (live labels, which are looked for; or a `TokenWeight`), `"equal"` (each batch one share, as in
             Lightning), `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight. A
@@ -212,6 +218,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         keep_gathered: bool = False,
         reduce_every_microbatch: bool | None = None,
         offload: Literal["cpu", "disk"] | OffloadPolicy | None = None,
+        replica_sync: ReplicaSync | None = None,
         microbatch_weight: Literal["samples", "tokens", "equal", "sum"]
         | TokenWeight
         | Callable[[Any], Any] = "samples",
@@ -260,6 +267,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         check_process_group_settings(process_group_backend, timeout)
         if uneven_inputs not in ("join", "stop"):
             raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is not known. Use 'join' or 'stop'.")
+        check_replica_sync(replica_sync, offload)
+        self._replica_sync = replica_sync
         check_weight(microbatch_weight)
         check_blocks(blocks)
         if pipeline_parallel_size == 1 and (
@@ -398,6 +407,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
             check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
             check_op_lists(self.precision_plugin, self._compile_blocks, self._tensor_parallel_size)
+            check_replica_run(self._replica_sync, self.mesh.layout, self._sharding.zero_stage, trainer, module)
             if self._deferred_batch_norm:
                 least = 2 if self._finds_microbatches else 1
                 check_deferral(module, max(least, self._microbatches_for(self.mesh.pipe_size)), self.mesh.data_size)
@@ -427,6 +437,9 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             # Before the trace, as a step may ask for its optimizers. Parameters stay the same objects throughout.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            if self._replica_sync is not None:
+                for optimizer in self.optimizers:
+                    self._replica_sync.check_optimizer(optimizer)
         self._partition(trainer)
         self._place(trainer)
         self.setup_precision_plugin()
@@ -544,6 +557,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
     def _place(self, trainer: pl.Trainer) -> None:
         """Put what this rank holds on its device, in shards where so asked, and begin a window of gradients."""
         engine, share, settings = self.engine, self.engine.share, self._sharding
+        fitting = trainer.state.fn == TrainerFn.FITTING
         assert share is not None
         self._sharded = None
         if self._tensor is not None:  # before rows are made of what it holds
@@ -572,6 +586,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
                 compute_dtype=mixed_precision_rule(engine.root, self.precision_plugin),
                 reduce_dtype=self._reduce_dtype(),
                 prepare=self._fill if self._materializer is not None else None,
+                sums_replicas=self._replica_sync is None or not fitting,
             )
             engine.places = self._sharded
             slices = {} if self._tensor is None else self._tensor.held(self._sharded.holder)
@@ -586,11 +601,20 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             self._compiled = CompiledBlocks(self._blocks_to_compile(), options)
         self._begin_manual()
         partial = self._tensor.slices.partial_gradients if self._tensor is not None else []
-        if self._sharded is None and self.mesh.data_size > 1 and not self._is_manual:
-            tied = [parameter for parameters in shared.values() for parameter in parameters]
-            engine.places = ReplicatedGradients(self.mesh, share, [*tied, *partial], self._reduce_dtype())
+        overlap, num_agreeing = self._overlap, self.mesh.data_size
+        if self._sharded is None and not self._is_manual:
+            if overlap is None:
+                engine.places = GradientPlaces(self.mesh.device_mesh.get_group("data_shard"))
+            elif self.mesh.data_size > 1:
+                tied = [parameter for parameters in shared.values() for parameter in parameters]
+                engine.places = ReplicatedGradients(
+                    self.mesh, share, [*tied, *partial], overlap.dtype or self._reduce_dtype(), overlap.bucket_bytes
+                )
+        agreeing = self.mesh.data_group
+        if self._agrees_on_weights:
+            agreeing, num_agreeing = self.mesh.device_mesh.get_group("data_shard"), self.mesh.layout.data_shard
         divides = self._microbatch_weight != "sum" and not self._is_manual
-        engine.places.batches_a_window = self.mesh.data_size * trainer.accumulate_grad_batches if divides else 1
+        engine.places.batches_a_window = num_agreeing * trainer.accumulate_grad_batches if divides else 1
         self._window = GradientWindow(
             share.owned,
             shared,
@@ -603,6 +627,10 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             divides=divides,
             partial=partial,
             partial_group=self.mesh.tensor_group,
+            agreeing=agreeing,
+            reduce_replicas=self._reduce_replicas
+            if overlap is None and isinstance(self._replica_sync, GradientSync)
+            else None,
         )
 
     def _blocks_to_compile(self) -> list[torch.nn.Module]:
@@ -667,11 +695,22 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
     @override
     def on_train_start(self) -> None:
         _host.load_loader_states(self._trainer())
+        self._begin_replica_sync()
         self._resume_run()
 
     @override
+    def on_train_end(self) -> None:
+        self._end_replica_sync()
+        super().on_train_end()
+
+    @override
     def on_validation_start(self) -> None:
+        self._use_agreed_weights()
         self._start_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._use_own_weights()
 
     @override
     def on_test_start(self) -> None:
@@ -713,6 +752,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
     def teardown(self) -> None:
         unsaved = self._end_saving()
         if self._engine is not None:
+            self._stop_replica_sync()
             _host.restore_norm_clipping(self.precision_plugin)
             _host.remove_clipper(self)
             self._end_manual()

@@ -113,10 +113,17 @@ class CheckpointMixin:
         rows = self._rows_by_state_name()
         state = model_state_by_name(self.lightning_module, self._owned_names() - set(rows))
         state.update(rows)
+        state.update(self._agreed_by_state_name())
         for name in self.lightning_module.state_dict(keep_vars=True):
             if name in state:
                 state.move_to_end(name)  # type: ignore[attr-defined]  # an OrderedDict
         return state
+
+    def _agreed_by_state_name(self: Any) -> dict[str, Any]:
+        """What replicas that are apart would agree on, as a checkpoint takes it."""
+        agreed = self._agreed_weights()
+        found = self.checkpoint_state(agreed) if agreed else {}
+        return dict(found)
 
     def _rows_by_state_name(self: Any) -> dict[str, TensorRegions]:
         """State-dict name (all of them, of a tied parameter) -> this rank's rows."""

@@ -22,11 +22,12 @@ class LossScaling(StrategyBase):
 
     _overflowed = False
     _skips_step = False
+    _unscaled_early = False  # in this window, before replicas exchanged gradients
     _is_unscaled = False  # whether gradients that are kept (manual optimization) are in their own units
 
     def _begin_loss_scaling(self) -> None:
         precision = self._scaling()
-        self._overflowed = self._skips_step = self._is_unscaled = False
+        self._overflowed = self._skips_step = self._is_unscaled = self._unscaled_early = False
         if isinstance(self.precision_plugin, BigModelPrecision):
             self.engine.backward_context = self.precision_plugin.backward_context
         if precision is not None:
@@ -51,10 +52,21 @@ class LossScaling(StrategyBase):
         precision = self._scaling()
         if precision is None:
             return False
+        if self._unscaled_early:
+            self._unscaled_early = False
+            return self._overflowed
         if self._is_manual:  # where each optimizer asks for its own
             self._multiply(1.0 / precision.scale)
             self._is_unscaled = True
             return False
+        self._overflowed = precision.unscale(self._gradients())
+        return self._overflowed
+
+    def _unscale_early(self) -> bool:
+        """The same before replicas exchange gradients, for what must never see one that has overflowed. Collective."""
+        precision = self._scaling()
+        assert precision is not None
+        self._unscaled_early = True
         self._overflowed = precision.unscale(self._gradients())
         return self._overflowed
 

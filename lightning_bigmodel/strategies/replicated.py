@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_bigmodel.mesh import RankMesh
 from lightning_bigmodel.pipeline.gradients import GradientPlaces, largest_weight
 from lightning_bigmodel.pipeline.ownership import ParameterShare
+from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES
 from lightning_bigmodel.replicas.overlap import OverlappedAllReduce
 
 __all__ = ["ReplicatedGradients"]
@@ -25,6 +26,7 @@ class ReplicatedGradients(GradientPlaces):
         share: What this rank holds of the model.
         dtype: In which gradients are summed; see `replicas.all_reduce.sum_dtype`.
         later: Parameters that are summed over other ranks first: tied ones, and those of which tensor ranks have parts.
+        bucket_bytes: Size of a message.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class ReplicatedGradients(GradientPlaces):
         share: ParameterShare,
         later: Collection[nn.Parameter],
         dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__(mesh.data_group)
         excluded = {id(parameter) for parameter in later}
         parameters = [parameter for parameter in share.owned if id(parameter) not in excluded]
-        self._reduction = OverlappedAllReduce(parameters, share.names, mesh.data_group, dtype=dtype)
+        self._reduction = OverlappedAllReduce(parameters, share.names, mesh.data_group, bucket_bytes, dtype)
         self._alone = mesh.device_mesh.get_group("data_shard")  # of one rank: nothing is sharded
         self._is_launched = False
 

@@ -15,15 +15,15 @@ from torchmetrics import Metric
 from lightning_bigmodel import _host
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
 from lightning_bigmodel.checkpoint.index import is_foreign
-from lightning_bigmodel.mesh import MeshLoader
+from lightning_bigmodel.mesh import AXES, MeshLoader
 from lightning_bigmodel.mesh.epoch import Position
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
-from lightning_bigmodel.strategies.base import StrategyBase
+from lightning_bigmodel.strategies.replica_syncing import ReplicaSyncing
 
 __all__ = ["RunState"]
 
 
-class RunState(StrategyBase):
+class RunState(ReplicaSyncing):
     """Saves it with every checkpoint, and brings a resumed run to the very place where the saved one was.
 
     In the same layout the resumed run is the same run, bit by bit. Another layout takes over what has a meaning there:
@@ -40,7 +40,7 @@ class RunState(StrategyBase):
     def _rank_state(self) -> dict[str, Any]:
         """What only this rank has. Reading it changes nothing."""
         if self._engine is None:
-            return {"num_steps": self._num_steps}
+            return {"num_steps": self._num_steps, "replicas": self._replica_state()}
         trainer = self._trainer()
         loader = _host.train_loader(trainer) if trainer.state.fn == TrainerFn.FITTING else None
         position = loader.position(_host.num_batches_used(trainer)) if isinstance(loader, MeshLoader) else None
@@ -53,6 +53,7 @@ class RunState(StrategyBase):
             "position": None if position is None else position.plain(),
             "window": None if self._window is None else self._window.state_dict(),
             "gradients": self._open_gradients(),
+            "replicas": self._replica_state(),
             "metrics": _metric_states(self.engine.root),
             "logged": _host.logged_results(trainer),
             "shown": _host.shown_metrics(trainer),
@@ -100,11 +101,31 @@ class RunState(StrategyBase):
             self._tell_what_is_left(state, is_partial)
             state = {**state, "gradients": {}}
         self.engine.num_steps = state.get("num_steps", 0)
+        if self._trainer().state.fn == TrainerFn.FITTING:
+            states = [state.get("replicas")] if own is not None else self._states_of_all_replicas(path)
+            self._take_replica_state(states, is_own=own is not None)
         if "rng" not in state or self._trainer().state.fn != TrainerFn.FITTING:
             return
         if is_partial:
             state = {**state, "metrics": {}, "logged": {}, "shown": {}, "callbacks": {}}
         self._saved_run = dict(state)
+
+    def _states_of_all_replicas(self, path: Path) -> list[Any] | None:
+        """What the replicas that saved had of this rank's part of the model; None where parts were other ones."""
+        if self._replica_sync is None:
+            return None
+        index = read_index(path, check_files=False)
+        saved, own = index.layout, dict(zip(AXES, self.mesh.layout.shape, strict=True))
+        if any(saved.get(axis, 1) != own[axis] for axis in own if axis != "data_replicate"):
+            return None
+        place = self.mesh.coordinates
+        ranks = [
+            ((place["pipe"] * saved["data_replicate"] + replica) * own["data_shard"] + place["data_shard"])
+            * own["tensor"]
+            + place["tensor"]
+            for replica in range(saved["data_replicate"])
+        ]
+        return [read_rank_state(path, rank).get("replicas") for rank in ranks if rank < index.num_ranks]
 
     def _tell_what_is_left(self, state: Mapping[str, Any], is_partial: bool) -> None:
         window = state.get("window")

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_bigmodel.mesh import RankMesh
 from lightning_bigmodel.pipeline.engine import PipelineEngine
-from lightning_bigmodel.pipeline.gradients import GradientPlaces, largest_weight
+from lightning_bigmodel.pipeline.gradients import NO_RANKS, GradientPlaces, largest_weight
 from lightning_bigmodel.pipeline.ownership import ParameterShare
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.sharding.disk_states import DiskStates
@@ -51,6 +51,7 @@ class ShardedRun(GradientPlaces):
         prepare: Makes parameters on the meta device real; see `ParameterShards`.
         blocks: Modules gathered as a whole in stage 3, by name; default: found by structure.
         offload: What is kept outside of the device.
+        sums_replicas: Whether gradients are summed over replicas here too; else only within one.
     """
 
     sums_early = True
@@ -71,8 +72,9 @@ class ShardedRun(GradientPlaces):
         prepare: Callable[[Sequence[nn.Parameter]], None] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
         offload: OffloadPolicy | None = None,
+        sums_replicas: bool = True,
     ) -> None:
-        super().__init__(mesh.data_group)
+        super().__init__(mesh.data_group if sums_replicas else mesh.device_mesh.get_group("data_shard"))
         self._offload = offload
         self._states: DiskStates | None = None
         copies = None if offload is None else HostCopies(device)
@@ -82,7 +84,7 @@ class ShardedRun(GradientPlaces):
         self._whole_of: dict[int, nn.Parameter] | None = None
         self.reduces_every_microbatch = reduce_every_microbatch
         self._group = mesh.device_mesh.get_group("data_shard")
-        self._replicate_group = mesh.device_mesh.get_group("data_replicate")
+        self._replicate_group = mesh.device_mesh.get_group("data_replicate") if sums_replicas else NO_RANKS
         held = {share.names[id(p)]: p for p in share.owned if p.ndim and p.numel()}
         self._gathering: ParameterShards | None = None
         self._reducers: list[BucketReducer] = []

@@ -17,14 +17,13 @@ from lightning_bigmodel.mesh import MeshLoader
 from lightning_bigmodel.pipeline.engine import StepOutcome
 from lightning_bigmodel.pipeline.gradients import clip_by_norm
 from lightning_bigmodel.pipeline.scheduled_loss import run_as_one_node, scaled_backward, without_backward
-from lightning_bigmodel.strategies.loss_scaling import LossScaling
 from lightning_bigmodel.strategies.preemption import PreemptionSignals
 from lightning_bigmodel.strategies.run_state import RunState
 
 __all__ = ["StepHooks"]
 
 
-class StepHooks(LossScaling, PreemptionSignals, RunState):
+class StepHooks(PreemptionSignals, RunState):
     """The hooks that run a user's steps and make gradients complete."""
 
     def _step(self, name: str, args: Sequence[Any]) -> Callable[[Any], Any]:
@@ -74,6 +73,7 @@ class StepHooks(LossScaling, PreemptionSignals, RunState):
                 scale = self._scale(outcome.weight, loss_scale=self.engine.loss_scale())
                 # A loss that weighs nothing may be no number, a mean over no tokens.
                 loss = _loss(outcome.result)
+                self._note_loss(outcome.weight, loss)
                 loss = scaled_backward(loss, scale) if outcome.weight else without_backward(loss)
                 self._watched_batch = (batch, outcome.weight, self._factor / self._trainer().accumulate_grad_batches)
             else:
@@ -90,6 +90,7 @@ class StepHooks(LossScaling, PreemptionSignals, RunState):
                 )
                 outcome = outcomes[0]
                 self._replay(outcome)
+                self._note_loss(outcome.weight, outcome.loss)
                 if scheduled is None:
                     return self._skip_batch()
                 scale_later.append(self._scale(outcome.weight, is_weighted=self.engine.weighs_in_schedule))
@@ -312,10 +313,16 @@ class StepHooks(LossScaling, PreemptionSignals, RunState):
             if self._sharded is not None:
                 self._sharded.shards.land()  # the optimizer changes rows next
                 self._sharded.shards.take_changes()
+            self._before_replica_step(optimizer)
             return result
 
         with self._phase("optimizer_step"):
-            result = super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+            try:
+                result = super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+            finally:
+                self._give_back_options()
+            if not self._skips_step:
+                self._after_replica_step(optimizer)
             if self._sharded is not None and not self._skips_step:
                 self._sharded.shards.published_by(optimizer)
             return result
