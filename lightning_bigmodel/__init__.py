@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+    from lightning_bigmodel.replicas.dgc import DGC
+    from lightning_bigmodel.replicas.largest import SampledThreshold
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
+    "DGC",
     "AdaScale",
     "AdaptiveAccumulation",
     "BigModelPrecision",
@@ -37,6 +40,7 @@ __all__ = [
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
+    "SampledThreshold",
     "TokenWeight",
     "__version__",
 ]
@@ -47,11 +51,13 @@ _HOMES = {
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+    "DGC": "lightning_bigmodel.replicas.dgc",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
+    "SampledThreshold": "lightning_bigmodel.replicas.largest",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }
 
