@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.replicas.dense import AllReduce
+    from lightning_bigmodel.replicas.dgc import DGC
+    from lightning_bigmodel.replicas.largest import SampledThreshold
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
+    "DGC",
     "AdaScale",
     "AdaptiveAccumulation",
     "AllReduce",
@@ -39,6 +42,7 @@ __all__ = [
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
+    "SampledThreshold",
     "TokenWeight",
     "__version__",
 ]
@@ -50,11 +54,13 @@ _HOMES = {
     "AllReduce": "lightning_bigmodel.replicas.dense",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+    "DGC": "lightning_bigmodel.replicas.dgc",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
+    "SampledThreshold": "lightning_bigmodel.replicas.largest",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }
 

@@ -37,6 +37,8 @@ class Replicas:
         ranks_a_machine: How many of them share a machine (the last may have fewer).
         levels: Number of neighbouring replicas -> the groups `(inside, across)`: those neighbours, and the ranks with
             the same place among theirs. Collective over all ranks of the run: call it in `begin` only.
+        norm: Gradients of this rank -> the 2-norm of all gradients of this replica, whose other parts other ranks hold;
+            the same number on all of them, collective over them. None where this rank holds all of the replica.
     """
 
     group: dist.ProcessGroup | None
@@ -44,6 +46,7 @@ class Replicas:
     rank: int
     ranks_a_machine: int
     levels: Callable[[int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
+    norm: Callable[[Sequence[NamedGradient]], Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

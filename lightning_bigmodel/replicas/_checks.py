@@ -1,0 +1,63 @@
+"""Checks of what users give to a way of agreeing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+__all__ = ["check_count", "check_flag", "check_names", "float_type", "is_number"]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a setting is a real number, numpy's included; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Refuse what is no whole number of at least `least`.
+
+    Raises:
+        ValueError: With the name of the setting.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}={value!r}` must be a whole number of at least {least}.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ValueError: With the name of the setting.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}={value!r}` must be True or False.")
+
+
+def check_names(name: str, value: Any) -> tuple[str, ...]:
+    """Patterns of parameter names, from one or a list of them.
+
+    Raises:
+        ValueError: With the name of the setting.
+    """
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"`{name}={value!r}` must be patterns of parameter names, such as ['embedding.*'].")
+    return tuple(patterns)
+
+
+def float_type(name: str, value: Any, known: Sequence[str]) -> torch.dtype | None:
+    """The type of torch that a setting names, by a string or itself; None for None.
+
+    Raises:
+        ValueError: With those that are known.
+    """
+    if value is None:
+        return None
+    for choice in known:
+        dtype: torch.dtype = getattr(torch, choice)
+        if value == choice or value is dtype:
+            return dtype
+    raise ValueError(f"`{name}={value!r}` is not known. Use None, {', '.join(repr(choice) for choice in known)}.")
