@@ -81,3 +81,11 @@ class StrategyBase(ParallelStrategy):
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    def _answers_for(self, parameter: Any) -> bool:
+        """Whether this rank counts its part of the complete gradient, within one replica of the model."""
+        sharded, tensor = self._sharded, self._tensor
+        is_first = self.mesh.coordinates["data_shard"] == 0
+        return (is_first or (sharded is not None and sharded.is_sharded(parameter))) and (
+            tensor is None or tensor.counts(parameter)
+        )

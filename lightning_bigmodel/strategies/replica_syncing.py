@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_bigmodel.mesh import build_replica_levels
+from lightning_bigmodel.pipeline.gradient_watch import square_sums
 from lightning_bigmodel.replicas.dense import AllReduce
 from lightning_bigmodel.replicas.optimizer_state import average_optimizer_state
 from lightning_bigmodel.replicas.sync import (
@@ -80,6 +81,7 @@ class ReplicaSyncing(LossScaling):
                     rank=self.mesh.coordinates["data_replicate"],
                     ranks_a_machine=machines.count(machines[0]),
                     levels=lambda num_inside: build_replica_levels(self.mesh, num_inside),
+                    norm=self._norm_of_replica if self._is_own_part() else None,
                 ),
                 self._held_trained(),
             )
@@ -125,6 +127,25 @@ class ReplicaSyncing(LossScaling):
                 )
         with torch.no_grad():
             sync.reduce(gradients, StepProgress(epoch=self._trainer().current_epoch))
+
+    def _is_own_part(self) -> bool:
+        """Whether other ranks hold parts of this replica."""
+        return self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self.mesh.layout.data_shard > 1
+
+    @torch.no_grad()
+    def _norm_of_replica(self, gradients: Sequence[NamedGradient]) -> Tensor:
+        share = self.engine.share
+        assert share is not None
+        counted = {share.names[id(p)] for p in share.counted if self._answers_for(p)}
+        values = [gradient.value for gradient in gradients if gradient.name in counted]
+        total = square_sums([values])[0].to(self.root_device)
+        groups = [self.mesh.pipe_group, self.mesh.tensor_group]
+        if self.mesh.layout.data_shard > 1:
+            groups.append(self.mesh.device_mesh.get_group("data_shard"))
+        for group in groups:
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
+        return total.sqrt()
 
     def _take_over_options(self, optimizer: Any) -> None:
         """What the sync applies itself is zero while the optimizer steps, and the user's again right after."""

@@ -373,14 +373,6 @@ class StepHooks(PreemptionSignals, RunState):
         given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return [self.engine.places.holder(parameter) for parameter in given]
 
-    def _answers_for(self, parameter: Any) -> bool:
-        """Whether this rank counts its part of the complete gradient, within one replica of the model."""
-        sharded, tensor = self._sharded, self._tensor
-        is_first = self.mesh.coordinates["data_shard"] == 0
-        return (is_first or (sharded is not None and sharded.is_sharded(parameter))) and (
-            tensor is None or tensor.counts(parameter)
-        )
-
     def _clip(self, parameters: Sequence[Any], max_norm: float, norm_type: float = 2.0) -> Tensor:
         share, sharded = self.engine.share, self._sharded
         assert share is not None
