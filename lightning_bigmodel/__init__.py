@@ -24,16 +24,20 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+    from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
+    from lightning_bigmodel.replicas.local_sgd import LocalSGD
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
     "AdaScale",
     "AdaptiveAccumulation",
+    "AdaptiveLocalSGD",
     "BigModelPrecision",
     "BigModelStrategy",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
+    "LocalSGD",
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
@@ -45,10 +49,12 @@ __all__ = [
 _HOMES = {
     "AdaScale": "lightning_bigmodel.callbacks.adascale",
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
+    "AdaptiveLocalSGD": "lightning_bigmodel.replicas.adaptive_local_sgd",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
+    "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
