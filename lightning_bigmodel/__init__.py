@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+    from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
     from lightning_bigmodel.replicas.dense import AllReduce
     from lightning_bigmodel.replicas.dgc import DGC
     from lightning_bigmodel.replicas.largest import SampledThreshold
+    from lightning_bigmodel.replicas.local_sgd import LocalSGD
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
@@ -35,10 +37,12 @@ __all__ = [
     "AdaScale",
     "AdaptiveAccumulation",
     "AllReduce",
+    "AdaptiveLocalSGD",
     "BigModelPrecision",
     "BigModelStrategy",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
+    "LocalSGD",
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
@@ -52,11 +56,13 @@ _HOMES = {
     "AdaScale": "lightning_bigmodel.callbacks.adascale",
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
     "AllReduce": "lightning_bigmodel.replicas.dense",
+    "AdaptiveLocalSGD": "lightning_bigmodel.replicas.adaptive_local_sgd",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "DGC": "lightning_bigmodel.replicas.dgc",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
+    "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
