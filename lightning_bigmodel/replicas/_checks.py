@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -12,24 +13,7 @@ __all__ = ["check_count", "check_flag", "check_names", "float_type", "is_number"
 
 
 def is_number(value: Any) -> bool:
-    """Whether a setting is a real number, numpy's included; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-"""Checks of what users give to the ways for replicas to agree."""
-
-from __future__ import annotations
-
-import math
-from numbers import Real
-from typing import Any
-
-__all__ = ["check_count", "is_number"]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a setting is a finite real number; True and False are none."""
+    """Whether a setting is a finite real number, numpy's included; True and False are none."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
@@ -39,8 +23,8 @@ def check_count(name: str, value: Any, least: int, remedy: str = "") -> None:
     Raises:
         ValueError: With the name of the setting.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"`{name}={value!r}` must be a whole number of at least {least}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{name}={value!r}` must be a whole number of at least {least}.{remedy}")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -78,5 +62,3 @@ def float_type(name: str, value: Any, known: Sequence[str]) -> torch.dtype | Non
         if value == choice or value is dtype:
             return dtype
     raise ValueError(f"`{name}={value!r}` is not known. Use None, {', '.join(repr(choice) for choice in known)}.")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}={value!r}` must be a whole number of at least {least}.{remedy}")

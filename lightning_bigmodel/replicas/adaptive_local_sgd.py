@@ -61,6 +61,8 @@ class AdaptiveLocalSGD(LocalSGD):
         20
     """
 
+    needs_loss = True
+
     def __init__(
         self,
         initial_period: int = 16,

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bigmodel.replicas.sync import mean_of
-
 __all__ = ["average_optimizer_state"]
 
 
 @torch.no_grad()
 def average_optimizer_state(
-    states: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None, weight: float
+    states: Mapping[str, Mapping[str, Any]],
+    group: dist.ProcessGroup | None,
+    average: Callable[[Sequence[Tensor]], None],
 ) -> None:
-    """Replace moments by their means over `group`, in place.
+    """Average moments over replicas, in place.
 
     Averaged are floating tensors with dimensions that all ranks have (a replica that has not used a parameter yet has
     none of it); step counts stay each rank's own.
 
     Args:
         states: Name of a parameter -> its state, with equal names in equal order on all ranks.
-        group: The replicas.
-        weight: By which this rank counts.
+        group: All replicas.
+        average: Averages a list of tensors in place (see `ParameterSync.average_alike`).
 
     Communication: the names once, which are small, and all bytes of these tensors once.
     """
@@ -39,7 +39,5 @@ def average_optimizer_state(
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, list(own), group=group)
     common = set(own).intersection(*everyone)
-    chosen = {name: value for name, value in own.items() if name in common}
     # In one order, whatever order a rank has made them in.
-    for name, mean in mean_of({name: chosen[name] for name in sorted(chosen)}, group, weight).items():
-        chosen[name].copy_(mean)
+    average([own[name] for name in sorted(common)])

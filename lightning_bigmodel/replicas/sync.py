@@ -173,6 +173,15 @@ class ParameterSync(ReplicaSync, ABC):
             Whether anything in `held` was changed; alike on all ranks.
         """
 
+    def average_alike(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors, in place, as weights were when `after_step` last returned True; for optimizer state.
+
+        Collective, before the next step. Here the plain mean over all replicas.
+        """
+        total = mean_of(dict(zip(map(str, range(len(tensors))), tensors, strict=True)), self.replicas.group, 1.0)
+        for tensor, mean in zip(tensors, total.values(), strict=True):
+            tensor.copy_(mean)
+
     def agreed(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New tensors: what evaluation, checkpoints and the end of training see in place of `held`.
 

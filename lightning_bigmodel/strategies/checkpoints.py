@@ -142,6 +142,8 @@ class CheckpointMixin:
         names = self._parameter_names()
         owned = {names[id(parameter)] for parameter in self._held().owned}
         state: Any = optimizer_state_by_name(optimizer, names, owned)
+        if self._agrees_on_weights and self.mesh.coordinates["data_replicate"]:
+            state["state"] = {}  # each replica has its own: the checkpoint takes those of the first, not some of each
         regions, rows = self._regions(), self._rows()
         stepped = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         for name, raw in state["state"].items():

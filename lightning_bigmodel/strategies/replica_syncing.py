@@ -204,7 +204,6 @@ class ReplicaSyncing(LossScaling):
             learning_rate=float(optimizer.param_groups[0]["lr"]),
         )
         held = self._held_trained()
-        weight = sync.pending_weight + progress.weight
         with torch.no_grad():
             changed = sync.after_step(held, progress)
             if changed and sync.averages_optimizer_state:
@@ -215,7 +214,9 @@ class ReplicaSyncing(LossScaling):
                     for parameter, state in optimizer.state.items()
                     if id(parameter) in names
                 }
-                average_optimizer_state({name: states.get(name, {}) for name in held}, self._replica_group(), weight)
+                average_optimizer_state(
+                    {name: states.get(name, {}) for name in held}, self._replica_group(), sync.average_alike
+                )
 
     def _names_of_held(self) -> dict[int, str]:
         share, sharded = self.engine.share, self._sharded
