@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.replicas.dgc import DGC
     from lightning_bigmodel.replicas.largest import SampledThreshold
+    from lightning_bigmodel.replicas.top_k import TopKErrorFeedback
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
-    "DGC",
     "AdaScale",
     "AdaptiveAccumulation",
     "BigModelPrecision",
     "BigModelStrategy",
+    "DGC",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "OffloadPolicy",
@@ -42,6 +43,7 @@ __all__ = [
     "PreemptionCheckpoint",
     "SampledThreshold",
     "TokenWeight",
+    "TopKErrorFeedback",
     "__version__",
 ]
 
@@ -59,6 +61,7 @@ _HOMES = {
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "SampledThreshold": "lightning_bigmodel.replicas.largest",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
+    "TopKErrorFeedback": "lightning_bigmodel.replicas.top_k",
 }
 
 
