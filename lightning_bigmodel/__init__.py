@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from lightning_bigmodel.replicas.dgc import DGC
     from lightning_bigmodel.replicas.largest import SampledThreshold
     from lightning_bigmodel.replicas.local_sgd import LocalSGD
+    from lightning_bigmodel.replicas.top_k import TopKErrorFeedback
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = [
-    "DGC",
     "AdaScale",
     "AdaptiveAccumulation",
     "AllReduce",
     "AdaptiveLocalSGD",
     "BigModelPrecision",
     "BigModelStrategy",
+    "DGC",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "LocalSGD",
@@ -48,6 +49,7 @@ __all__ = [
     "PreemptionCheckpoint",
     "SampledThreshold",
     "TokenWeight",
+    "TopKErrorFeedback",
     "__version__",
 ]
 
@@ -68,6 +70,7 @@ _HOMES = {
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "SampledThreshold": "lightning_bigmodel.replicas.largest",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
+    "TopKErrorFeedback": "lightning_bigmodel.replicas.top_k",
 }
 
 

@@ -125,6 +125,12 @@ KINDS: dict[str, tuple[type, ...]] = {
     "TokenWeight.labels": (str, type(None)),
     "TokenWeight.shifted": (bool, type(None)),
     "TokenWeight.ignore_index": (int, type(None)),
+    "TopKErrorFeedback.density": (int, float),
+    "TopKErrorFeedback.threshold": (str,),
+    "TopKErrorFeedback.min_numel": (int,),
+    "TopKErrorFeedback.exempt": (str, list),
+    "TopKErrorFeedback.value_dtype": (str, type(None)),
+    "TopKErrorFeedback.bucket_bytes": (int,),
 }
 # Without which an argument has no effect.
 BESIDE: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ from torch.optim import SGD, Optimizer
 from lightning_bigmodel.replicas._checks import check_flag, is_number
 from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, all_reduce_sum
 from lightning_bigmodel.replicas.largest import SampledThreshold
-from lightning_bigmodel.replicas.sparsified import MIN_NUMEL, Kept, SparsifiedSync, wide_type
+from lightning_bigmodel.replicas.residuals import Kept, copied, even_share, kept_of, wide_type
+from lightning_bigmodel.replicas.sparsified import MIN_NUMEL, SparsifiedSync
 from lightning_bigmodel.replicas.sparsity import SparsitySchedule
 from lightning_bigmodel.replicas.sync import NamedGradient, StepProgress
 
@@ -191,7 +192,7 @@ class DGC(SparsifiedSync):
             if options["weight_decay"]:
                 corrected.add_(gradient.parameter, alpha=options["weight_decay"])
             if options["momentum"]:
-                velocity = self._kept(self._velocities, gradient).mul_(options["momentum"]).add_(corrected)
+                velocity = kept_of(self._velocities, gradient).mul_(options["momentum"]).add_(corrected)
                 if options["nesterov"]:
                     corrected.add_(velocity, alpha=options["momentum"])
                 else:
@@ -202,7 +203,7 @@ class DGC(SparsifiedSync):
     def _sum_sparse(self, gradients: Sequence[NamedGradient], density: float) -> None:
         for gradient in gradients:
             if gradient.name not in self._residuals:
-                self._kept(self._residuals, gradient)
+                kept_of(self._residuals, gradient)
                 if gradient.name in self._velocities:
                     self._velocities[gradient.name].div_(self.replicas.size)
             self._accumulate(gradient)
@@ -211,14 +212,14 @@ class DGC(SparsifiedSync):
     def _accumulate(self, gradient: NamedGradient) -> None:
         """Bring this replica's velocity and residual up to date; overwrites `value`."""
         options, value = gradient.options, gradient.value
-        residual = self._kept(self._residuals, gradient)
+        residual = kept_of(self._residuals, gradient)
         corrected = value.to(residual.dtype)
         if options["weight_decay"]:
             corrected.add_(gradient.parameter, alpha=options["weight_decay"] / self.replicas.size)
         if not options["momentum"]:
             residual.add_(corrected)
             return
-        velocity = self._kept(self._velocities, gradient)
+        velocity = kept_of(self._velocities, gradient)
         torch.add(corrected, velocity, alpha=options["momentum"], out=velocity)
         if options["nesterov"]:
             residual.add_(corrected).add_(velocity, alpha=options["momentum"])
@@ -233,7 +234,7 @@ class DGC(SparsifiedSync):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        velocities = self._of_state(state["velocities"], "velocity")
+        velocities = copied(state["velocities"], self._shapes, "velocity")
         super().load_state_dict(state)
         self._velocities, self._first_epoch = velocities, state["first_epoch"]
 
@@ -248,7 +249,7 @@ class DGC(SparsifiedSync):
             for name, velocity in tables[0].items()
             if name not in in_parts and velocity.shape == self._shapes.get(name, velocity.shape)
         }
-        parts = self._summed_share([{n: v for n, v in table.items() if n in in_parts} for table in tables])
-        merged["velocities"] = {**shared, **{name: part for name, part in parts.items() if name in merged["residuals"]}}
+        tables = [{name: table[name] for name in table if name in merged["residuals"]} for table in tables]
+        merged["velocities"] = {**shared, **even_share(tables, self._shapes, self.replicas.size)}
         merged["first_epoch"] = states[0]["first_epoch"]
         return merged

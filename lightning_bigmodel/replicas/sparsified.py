@@ -15,21 +15,15 @@ from torch import Tensor
 from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.replicas._checks import check_count, check_names, float_type
 from lightning_bigmodel.replicas.largest import SampledThreshold, largest_elements
+from lightning_bigmodel.replicas.residuals import Kept, copied, even_share, wide_type
 from lightning_bigmodel.replicas.sparse_exchange import PlannedBytes, add_selected
 from lightning_bigmodel.replicas.sync import GradientSync, NamedGradient, Replicas
 
-__all__ = ["MIN_NUMEL", "SparsifiedSync", "wide_type"]
+__all__ = ["MIN_NUMEL", "SparsifiedSync"]
 
 MIN_NUMEL = 16384
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _VALUE_TYPES = ("float32", "float16", "bfloat16")
-
-Kept = dict[str, Tensor]
-
-
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of type `dtype` are accumulated."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class SparsifiedSync(GradientSync):
@@ -137,17 +131,6 @@ class SparsifiedSync(GradientSync):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _kept(self, table: Kept, gradient: NamedGradient) -> Tensor:
-        """What is kept of a parameter, where its gradient is; zeros at first."""
-        kept = table.get(gradient.name)
-        if kept is None:
-            dtype = wide_type(gradient.value.dtype)
-            kept = torch.zeros(gradient.value.shape, dtype=dtype, device=gradient.value.device)
-        elif kept.device != gradient.value.device:
-            kept = kept.to(gradient.value.device)
-        table[gradient.name] = kept
-        return kept
-
     def _exchange(
         self, gradients: Sequence[NamedGradient], density: float, masked: Mapping[str, Tensor] | None = None
     ) -> None:
@@ -185,34 +168,6 @@ class SparsifiedSync(GradientSync):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def _of_state(self, kept: Mapping[str, Tensor], setting: str) -> Kept:
-        """Tensors of a checkpoint, copied.
-
-        Raises:
-            ValueError: If one has not the shape of its parameter here.
-        """
-        for name, tensor in kept.items():
-            shape = self._shapes.get(name, tensor.shape)
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"The {setting} of `{name}` has the shape {tuple(tensor.shape)}, and this rank holds "
-                    f"{tuple(shape)} of it. Use the state for another number of ranks that `merged_state` gives."
-                )
-        return {name: tensor.detach().to(wide_type(tensor.dtype), copy=True) for name, tensor in kept.items()}
-
-    def _summed_share(self, tables: Sequence[Mapping[str, Tensor]]) -> Kept:
-        """An even part of the sum over all old replicas, of what has one shape in all of them and here."""
-        shares: Kept = {}
-        for name in dict.fromkeys(name for table in tables for name in table):
-            parts = [table[name] for table in tables if name in table]
-            shape = self._shapes.get(name, parts[0].shape)
-            if all(part.shape == shape for part in parts):
-                total = parts[0].to(wide_type(parts[0].dtype), copy=True)
-                for part in parts[1:]:
-                    total += part
-                shares[name] = total.div_(self.replicas.size)
-        return shares
-
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, and what is kept of each parameter."""
         return {"step": self._step, "residuals": dict(self._residuals)}
@@ -220,11 +175,12 @@ class SparsifiedSync(GradientSync):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._step = int(state["step"])
-        self._residuals = self._of_state(state["residuals"], "residual")
+        self._residuals = copied(state["residuals"], self._shapes, "residual")
 
     def merged_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Residuals summed over all old replicas and split evenly; those of other shapes are dropped."""
-        return {"step": states[0]["step"], "residuals": self._summed_share([state["residuals"] for state in states])}
+        residuals = even_share([state["residuals"] for state in states], self._shapes, self.replicas.size)
+        return {"step": states[0]["step"], "residuals": residuals}
 
 
 def _is_flat(value: Tensor) -> bool:
