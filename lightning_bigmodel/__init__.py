@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.accumulation import AdaptiveAccumulation
     from lightning_bigmodel.callbacks.adascale import AdaScale
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
+    from lightning_bigmodel.callbacks.lora import LoRA
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
@@ -34,6 +35,7 @@ __all__ = [
     "BigModelStrategy",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
+    "LoRA",
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
@@ -49,6 +51,7 @@ _HOMES = {
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
+    "LoRA": "lightning_bigmodel.callbacks.lora",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",

@@ -76,6 +76,13 @@ KINDS: dict[str, tuple[type, ...]] = {
     "ExponentialMovingAverage.evaluate_with_average": (bool,),
     "GradientNoiseScale.decay": (int, float),
     "GradientNoiseScale.confidence": (int, float),
+    "LoRA.targets": (list, tuple),
+    "LoRA.rank": (int,),
+    "LoRA.alpha": (int, float),
+    "LoRA.dropout": (int, float),
+    "LoRA.use_rslora": (bool,),
+    "LoRA.also_train": (list, tuple),
+    "LoRA.seed": (int, type(None)),
     "OffloadPolicy.kind": (str,),
     "OffloadPolicy.path": (str, type(None)),
     "OffloadPolicy.chunk_bytes": (int, type(None)),
@@ -105,6 +112,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "BigModelStrategy.tensor_plan": {"tensor_parallel_size": 2},
     "BigModelStrategy.memory_limit_bytes": {"num_microbatches": "auto"},
     "BigModelStrategy": {"zero_stage": 3},
+    "LoRA": {"targets": ["layer"]},
     "OffloadPolicy": {"kind": "disk", "path": "/tmp"},
 }
 WRONG = ["2", None, ["sqrt"], {"a": 1}, {1}, (1,), 2, 0.5, True, b"x", 1j, int, object()]
