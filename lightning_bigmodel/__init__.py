@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.accumulation import AdaptiveAccumulation
     from lightning_bigmodel.callbacks.adascale import AdaScale
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
+    from lightning_bigmodel.callbacks.lora import LoRA
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
@@ -44,6 +45,7 @@ __all__ = [
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "LocalSGD",
+    "LoRA",
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
@@ -65,6 +67,7 @@ _HOMES = {
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
+    "LoRA": "lightning_bigmodel.callbacks.lora",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "after_configure_model",
+    "after_configure_optimizers",
     "all_gather_flat",
     "all_objects",
     "asked_weights_only",
@@ -40,6 +42,7 @@ __all__ = [
     "follow_finetuning",
     "follow_toggles",
     "follows_accumulation_schedule",
+    "forget_after_configure",
     "forget_workers",
     "give_back_sampling",
     "graph_break",
@@ -292,6 +295,43 @@ def set_device_mesh(module: pl.LightningModule, device_mesh: Any) -> None:
 def set_device(module: pl.LightningModule, device: torch.device) -> None:
     """What `LightningModule.device` answers, for a strategy that moves parameters by itself."""
     module._device = device
+
+
+def after_configure_model(module: pl.LightningModule, action: Callable[[], None]) -> None:
+    """Call `action` once when the module's next `configure_model` is over, whether or not it has one of its own.
+
+    The Trainer calls that after all `setup` hooks and before the strategy's; a callback has no hook in between
+    (`Trainer._run`, 2.6). What several callbacks ask for runs in the order they asked.
+    """
+    _after(module, "configure_model", lambda _: action())
+
+
+def after_configure_optimizers(module: pl.LightningModule, action: Callable[[Any], None]) -> None:
+    """Call `action` once with what the module's next `configure_optimizers` returns; as `after_configure_model`."""
+    _after(module, "configure_optimizers", action)
+
+
+def _after(module: pl.LightningModule, name: str, action: Callable[[Any], None]) -> None:
+    before = module.__dict__.get(name)
+
+    # Lightning compares code objects to see whether a hook is overridden: a plain function always is.
+    def call_both() -> Any:
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+        result = getattr(module, name)()
+        action(result)
+        return result
+
+    module.__dict__[name] = call_both
+
+
+def forget_after_configure(module: pl.LightningModule) -> None:
+    """Take off what `after_configure_model` and `after_configure_optimizers` were asked for and did not come to."""
+    for name in ("configure_model", "configure_optimizers"):
+        if getattr(module.__dict__.get(name), "__name__", "") == "call_both":
+            del module.__dict__[name]
 
 
 @cache

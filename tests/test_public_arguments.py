@@ -105,6 +105,13 @@ KINDS: dict[str, tuple[type, ...]] = {
     "LocalSGD.ranks_inside": (int, type(None)),
     "LocalSGD.inside_period": (int, type(None)),
     "LocalSGD.optimizer_state": (str,),
+    "LoRA.targets": (list, tuple),
+    "LoRA.rank": (int,),
+    "LoRA.alpha": (int, float),
+    "LoRA.dropout": (int, float),
+    "LoRA.use_rslora": (bool,),
+    "LoRA.also_train": (list, tuple),
+    "LoRA.seed": (int, type(None)),
     "OffloadPolicy.kind": (str,),
     "OffloadPolicy.path": (str, type(None)),
     "OffloadPolicy.chunk_bytes": (int, type(None)),
@@ -149,6 +156,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "BigModelStrategy.memory_limit_bytes": {"num_microbatches": "auto"},
     "BigModelStrategy": {"zero_stage": 3},
     "LocalSGD.ranks_inside": {"inside_period": 4},
+    "LoRA": {"targets": ["layer"]},
     "OffloadPolicy": {"kind": "disk", "path": "/tmp"},
 }
 WRONG = ["2", None, ["sqrt"], {"a": 1}, {1}, (1,), 2, 0.5, True, b"x", 1j, int, object()]

@@ -13,6 +13,8 @@ from lightning_bigmodel.sharding.tensor_styles import Layer, Target, layer_of, m
 
 __all__ = ["CutRegion", "TensorLayout", "lay_out"]
 
+_ADAPTER = ("lora_A", "lora_B")
+
 
 @dataclass(eq=False)
 class CutRegion:
@@ -298,9 +300,9 @@ def _slices(
         layer = _layer(target)
         is_column = target.style.name.startswith("colwise")
         for own, parameter in target.owner._parameters.items():
-            if parameter is None or (own == "bias" and not is_column):
+            dim = _cut_dim(own, layer, is_column=is_column)
+            if parameter is None or dim is None:
                 continue
-            dim = 0 if own == "bias" else layer.out_dim if is_column else layer.in_dim
             widths = parts.get(id(target.owner), (parameter.shape[dim],))
             for width in widths:
                 if width % size:
@@ -331,6 +333,19 @@ def _slices(
     return list(slices.values())
 
 
+def _cut_dim(own: str, layer: Layer, *, is_column: bool) -> int | None:
+    """The dimension along which a parameter of a layer is cut, or None if it stays whole.
+
+    The matrices of a low-rank adapter, `lora_A` of shape (rank, inputs) and `lora_B` of shape (outputs, rank), go with
+    the weight: one is cut, so that no activation is sent for them, and the other is whole.
+    """
+    if own == "bias":
+        return 0 if is_column else None
+    if own in _ADAPTER:
+        return {("lora_B", True): 0, ("lora_A", False): 1}.get((own, is_column))
+    return layer.out_dim if is_column else layer.in_dim
+
+
 def _partial(targets: list[Target], is_sequence: bool) -> list[nn.Parameter]:
     """Whole parameters of which each rank sees a part of the activations only."""
     partial: dict[int, nn.Parameter] = {}
@@ -341,7 +356,11 @@ def _partial(targets: list[Target], is_sequence: bool) -> list[nn.Parameter]:
                 found = [target.owner._parameters[target.parameter]]
         elif target.style.name in ("sequence", "replicate_partial"):
             found = list(target.owner.parameters())
-        elif is_sequence and target.style.name.startswith("rowwise"):
-            found = [target.owner._parameters.get("bias")]
+        elif target.style.name.startswith("rowwise"):
+            found = [target.owner._parameters.get("lora_B")]
+            if is_sequence:
+                found.append(target.owner._parameters.get("bias"))
+        elif target.style.name.startswith("colwise"):
+            found = [target.owner._parameters.get("lora_A")]
         partial |= {id(parameter): parameter for parameter in found if parameter is not None}
     return list(partial.values())

@@ -1,0 +1,1 @@
+"""Layers: low-rank adapters and quantised bases, put into modules that know nothing of them."""
