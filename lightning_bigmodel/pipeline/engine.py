@@ -216,6 +216,7 @@ class PipelineEngine:
         self.num_parts = 0  # micro-batches of the last batch
         self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
+        self._returned_before: bool | None = None  # whether the steps of this run return their weights
         self.places = GradientPlaces(rank_mesh.data_group)
         self.metrics: MetricLink | None = None
         self.watches: list[GradientWatch] = []
@@ -701,9 +702,23 @@ class PipelineEngine:
 
     def _combined_logs(self, payloads: list[_Payload]) -> list[tuple[LogEntry, Tensor | None, int]]:
         """Of all ranks; a ValueError where they disagree on what weighs (see `_returns_weights`)."""
-        weighs = _returns_weights(payloads) or (callable(self._weight) and payloads[0].is_training)
+        weighs = self._returns_weights(payloads) or (callable(self._weight) and payloads[0].is_training)
         parts = [payload.logs for payload in payloads]
         return combine_logs(parts, losses_are_sums=self._weight == "sum", counts_weights=weighs)
+
+    def _returns_weights(self, payloads: list[_Payload]) -> bool:
+        """The same of a batch as of those before it, as their weights are summed up."""
+        returns = _returns_weights(payloads)
+        if any(payload.num_weighted or payload.num_unweighted for payload in payloads):
+            if self._returned_before not in (None, returns):
+                raise ValueError(
+                    f"`training_step` returned `{RETURNED_WEIGHT}` for "
+                    + ("this batch, but not for those before it" if returns else "earlier batches, but not for this one")
+                    + ": weights of batches are compared with each other. Return it always, or never; a batch that "
+                    "does not count has weight 0."
+                )
+            self._returned_before = returns
+        return returns
 
     def _metric_values(self, payloads: list[_Payload]) -> dict[str, Any]:
         names = {name for payload in payloads for name in payload.metric_parts}

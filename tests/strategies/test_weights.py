@@ -385,6 +385,26 @@ def test_a_weight_from_some_data_ranks_only_is_refused_on_all(name: str) -> None
         assert re.search(said, text.splitlines()[-1]), text
 
 
+class ReturnsAtFirst(ReturnsHere):
+    """A weight for the first batch only."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Of live labels."""
+        loss = Tagger.training_step(self, batch, batch_idx)
+        return loss if batch_idx else {"loss": loss, "microbatch_weight": (batch["labels"] != -100).sum()}
+
+
+@pytest.mark.parametrize("name", ["one_microbatches", "pipe", "replicas"])
+def test_a_weight_of_some_batches_only_is_refused(name: str) -> None:
+    """Tokens of one batch weighed against samples of the next."""
+    devices, _, settings = LAYOUTS[name]
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_refused, devices, settings, ReturnsAtFirst, devices)
+    assert len(caught.value.failures) == devices
+    for text in caught.value.failures.values():
+        assert "for earlier batches, but not for this one" in text.splitlines()[-1], text
+
+
 def _skipping_step(settings: dict[str, Any], devices: int, batch_size: int, live: list[int]) -> dict[str, Any]:
     module = ReturnsHere(skips=True)
     run = trainer(BigModelStrategy(**settings), devices, accumulate_grad_batches=3, max_epochs=1)
