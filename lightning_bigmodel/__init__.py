@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
+    from lightning_bigmodel.replicas.diloco import DiLoCo
     from lightning_bigmodel.replicas.local_sgd import LocalSGD
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
@@ -35,6 +36,7 @@ __all__ = [
     "AdaptiveLocalSGD",
     "BigModelPrecision",
     "BigModelStrategy",
+    "DiLoCo",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "LocalSGD",
@@ -52,6 +54,7 @@ _HOMES = {
     "AdaptiveLocalSGD": "lightning_bigmodel.replicas.adaptive_local_sgd",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+    "DiLoCo": "lightning_bigmodel.replicas.diloco",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
