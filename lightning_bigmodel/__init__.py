@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
     from lightning_bigmodel.replicas.dense import AllReduce
     from lightning_bigmodel.replicas.dgc import DGC
+    from lightning_bigmodel.replicas.diloco import DiLoCo
     from lightning_bigmodel.replicas.largest import SampledThreshold
     from lightning_bigmodel.replicas.local_sgd import LocalSGD
     from lightning_bigmodel.replicas.top_k import TopKErrorFeedback
@@ -42,6 +43,7 @@ __all__ = [
     "BigModelPrecision",
     "BigModelStrategy",
     "DGC",
+    "DiLoCo",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "LocalSGD",
@@ -64,6 +66,7 @@ _HOMES = {
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "DGC": "lightning_bigmodel.replicas.dgc",
+    "DiLoCo": "lightning_bigmodel.replicas.diloco",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "LocalSGD": "lightning_bigmodel.replicas.local_sgd",

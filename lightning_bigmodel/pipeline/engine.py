@@ -713,7 +713,11 @@ class PipelineEngine:
             if self._returned_before not in (None, returns):
                 raise ValueError(
                     f"`training_step` returned `{RETURNED_WEIGHT}` for "
-                    + ("this batch, but not for those before it" if returns else "earlier batches, but not for this one")
+                    + (
+                        "this batch, but not for those before it"
+                        if returns
+                        else "earlier batches, but not for this one"
+                    )
                     + ": weights of batches are compared with each other. Return it always, or never; a batch that "
                     "does not count has weight 0."
                 )
