@@ -34,8 +34,18 @@ if TYPE_CHECKING:
     from lightning_bigmodel.replicas.top_k import TopKErrorFeedback
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
+    from lightning_bigmodel.strategies.presets import (
+        AdaptiveLocalSGDStrategy,
+        DGCStrategy,
+        DiLoCoStrategy,
+        LocalSGDStrategy,
+    )
 
 __all__ = [
+    "LocalSGDStrategy",
+    "DiLoCoStrategy",
+    "DGCStrategy",
+    "AdaptiveLocalSGDStrategy",
     "AdaScale",
     "AdaptiveAccumulation",
     "AllReduce",
@@ -61,16 +71,20 @@ __all__ = [
 _HOMES = {
     "AdaScale": "lightning_bigmodel.callbacks.adascale",
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
-    "AllReduce": "lightning_bigmodel.replicas.dense",
     "AdaptiveLocalSGD": "lightning_bigmodel.replicas.adaptive_local_sgd",
+    "AdaptiveLocalSGDStrategy": "lightning_bigmodel.strategies.presets",
+    "AllReduce": "lightning_bigmodel.replicas.dense",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "DGC": "lightning_bigmodel.replicas.dgc",
+    "DGCStrategy": "lightning_bigmodel.strategies.presets",
     "DiLoCo": "lightning_bigmodel.replicas.diloco",
+    "DiLoCoStrategy": "lightning_bigmodel.strategies.presets",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
-    "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
     "LoRA": "lightning_bigmodel.callbacks.lora",
+    "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
+    "LocalSGDStrategy": "lightning_bigmodel.strategies.presets",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
