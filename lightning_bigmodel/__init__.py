@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.replicas.dgc import DGC
+    from lightning_bigmodel.replicas.hierarchical import HierarchicalAllReduce
     from lightning_bigmodel.replicas.largest import SampledThreshold
+    from lightning_bigmodel.replicas.power_sgd import PowerSGD
     from lightning_bigmodel.replicas.top_k import TopKErrorFeedback
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
@@ -38,7 +40,9 @@ __all__ = [
     "DGC",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
+    "HierarchicalAllReduce",
     "OffloadPolicy",
+    "PowerSGD",
     "PrecisionAudit",
     "PreemptionCheckpoint",
     "SampledThreshold",
@@ -56,7 +60,9 @@ _HOMES = {
     "DGC": "lightning_bigmodel.replicas.dgc",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
+    "HierarchicalAllReduce": "lightning_bigmodel.replicas.hierarchical",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
+    "PowerSGD": "lightning_bigmodel.replicas.power_sgd",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "SampledThreshold": "lightning_bigmodel.replicas.largest",
