@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from lightning_bigmodel.replicas.dense import AllReduce
     from lightning_bigmodel.replicas.dgc import DGC
     from lightning_bigmodel.replicas.diloco import DiLoCo
+    from lightning_bigmodel.replicas.hierarchical import HierarchicalAllReduce
     from lightning_bigmodel.replicas.largest import SampledThreshold
     from lightning_bigmodel.replicas.local_sgd import LocalSGD
+    from lightning_bigmodel.replicas.power_sgd import PowerSGD
     from lightning_bigmodel.replicas.top_k import TopKErrorFeedback
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
@@ -58,7 +60,9 @@ __all__ = [
     "GradientNoiseScale",
     "LocalSGD",
     "LoRA",
+    "HierarchicalAllReduce",
     "OffloadPolicy",
+    "PowerSGD",
     "PrecisionAudit",
     "PreemptionCheckpoint",
     "SampledThreshold",
@@ -85,7 +89,9 @@ _HOMES = {
     "LoRA": "lightning_bigmodel.callbacks.lora",
     "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
     "LocalSGDStrategy": "lightning_bigmodel.strategies.presets",
+    "HierarchicalAllReduce": "lightning_bigmodel.replicas.hierarchical",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
+    "PowerSGD": "lightning_bigmodel.replicas.power_sgd",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "SampledThreshold": "lightning_bigmodel.replicas.largest",

@@ -30,15 +30,19 @@ def start() -> Arrays:
     return {name: numbers.normal(size=shape) for name, shape in SHAPES.items()}
 
 
-def contribution(weights: Arrays, step: int, rank: int, num_replicas: int) -> Arrays:
-    """A replica's part of the gradient: towards a target of its own, with noise; some elements far larger."""
+def contribution(weights: Arrays, step: int, rank: int, num_replicas: int, row_factor: float = 1.0) -> Arrays:
+    """A replica's part of the gradient: towards a target of its own, with noise; some elements far larger.
+
+    With a `row_factor` below 1 each row is smaller than the one before, as if the tensor were of low rank.
+    """
     numbers = np.random.default_rng((7, step, rank))
     targets = np.random.default_rng((8, rank))
     parts = {}
     for name, value in weights.items():
         target = targets.normal(size=value.shape)
         noise = numbers.normal(size=value.shape) * np.exp(numbers.normal(size=value.shape))
-        parts[name] = (value - target + noise) / num_replicas
+        rows = row_factor ** np.arange(value.shape[0]).reshape(-1, *[1] * (value.ndim - 1))
+        parts[name] = rows * (value - target + noise) / num_replicas
     return parts
 
 
@@ -72,8 +76,8 @@ Named = Callable[[int], Sequence[str]]
 class Run:
     """Trains with SGD as the strategy does: what a technique takes over is 0 while the optimizer steps."""
 
-    def __init__(self, sync: GradientSync, dtype: torch.dtype, **options: Any) -> None:
-        self.sync, self.step = sync, 0
+    def __init__(self, sync: GradientSync, dtype: torch.dtype, row_factor: float = 1.0, **options: Any) -> None:
+        self.sync, self.step, self.row_factor = sync, 0, row_factor
         self.parameters = parameters_of(start(), dtype)
         self.optimizer = torch.optim.SGD(self.parameters.values(), **{"lr": 0.1, **options})
         sync.check_optimizer(self.optimizer)
@@ -86,7 +90,7 @@ class Run:
         for _ in range(number):
             group["momentum"] = (momenta or {}).get(self.step, group["momentum"])
             weights = {name: p.detach().double().numpy() for name, p in self.parameters.items()}
-            parts = contribution(weights, self.step, rank, size)
+            parts = contribution(weights, self.step, rank, size, self.row_factor)
             self.optimizer.zero_grad()
             gradients = []
             for name in named(self.step) if named else SHAPES:
