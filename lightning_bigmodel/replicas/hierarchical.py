@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bigmodel._host import all_gather_flat, reduce_scatter_flat
 from lightning_bigmodel.replicas._checks import check_count, float_type
 from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, buckets_of, sum_dtype
 from lightning_bigmodel.replicas.sync import GradientSync, NamedGradient, Replicas, StepProgress
@@ -113,7 +114,7 @@ class HierarchicalAllReduce(GradientSync):
         flat = bucket[0].new_zeros(length * self._num_inside, dtype=inside_type)
         torch.cat([value.reshape(-1).to(inside_type) for value in bucket], out=flat[:num_elements])
         part = flat.new_empty(length)
-        work = dist.reduce_scatter_tensor(part, flat, group=self._inside, async_op=True)
+        work = reduce_scatter_flat(part, flat, self._inside)
         yield True
         _finish(work)
         crossing = part if self._across_dtype is None else part.to(self._across_dtype)
@@ -121,7 +122,7 @@ class HierarchicalAllReduce(GradientSync):
         yield True
         _finish(work)
         part = crossing.to(inside_type)
-        work = dist.all_gather_into_tensor(flat, part, group=self._inside, async_op=True)
+        work = all_gather_flat(flat, part, self._inside)
         yield True
         _finish(work)
         for value, summed in zip(bucket, flat[:num_elements].split([v.numel() for v in bucket]), strict=True):

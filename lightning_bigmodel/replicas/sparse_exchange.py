@@ -52,7 +52,7 @@ def add_selected(
     device, value_dtype = targets[0].device, values[0].dtype
     own = torch.tensor([places.numel() for places in indices], device=device)
     counts = own.new_empty(num_ranks * len(targets))
-    dist.all_gather_into_tensor(counts, own, group=group)
+    all_gather_flat(counts, own, group).wait()
     rows: list[list[int]] = counts.view(num_ranks, len(targets)).tolist()
     capacity = -(-max(sum(row) for row in rows) // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
     if not capacity:
@@ -64,7 +64,7 @@ def add_selected(
     message[:value_bytes].view(value_dtype)[:num_own] = torch.cat(list(values))
     message[value_bytes:].view(index_dtype)[:num_own] = torch.cat(list(indices)).to(index_dtype)
     gathered = message.new_empty(num_ranks * message.numel())
-    dist.all_gather_into_tensor(gathered, message, group=group)
+    all_gather_flat(gathered, message, group).wait()
     # Rank after rank: within a rank no place comes twice, so that the order of additions is the same everywhere, also
     # on devices that add in any order.
     for row, part in zip(rows, gathered.view(num_ranks, -1), strict=True):
