@@ -171,6 +171,19 @@ def run_cases(cases: list[Case], stop_after: int | None = None) -> list[Run]:
     return [run_case(case, stop_after) for case in cases]
 
 
+def data_parallel(case: Case) -> list[dict[str, np.ndarray]]:
+    """Plain data-parallel SGD, by the gradient of the mean over all replicas' batches."""
+    weights, seen = {name: start(name) for name in SHAPES}, []
+    for step in range(1, case.num_steps + 1):
+        own = np.array([weight_of(case, rank, step) for rank in range(NUM_RANKS)])
+        for name in SHAPES:
+            slopes = [gradient(weights[name], name, rank, step) for rank in range(NUM_RANKS)]
+            mean = sum(share * slope for share, slope in zip(own / own.sum(), slopes, strict=True))
+            weights[name] = weights[name] - rate_of(step) * mean
+        seen.append(dict(weights))
+    return seen
+
+
 def assert_close(case: Case, found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], where: str) -> None:
     """Compare every parameter."""
     tolerance = 1e-10 if case.dtype == "float64" else 1e-5

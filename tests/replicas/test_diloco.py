@@ -23,6 +23,7 @@ from tests.replicas.parameter_runs import (
     Case,
     Run,
     assert_close,
+    data_parallel,
     gradient,
     rate_of,
     replicas,
@@ -183,6 +184,13 @@ def test_weights_are_those_of_the_formulas(runs: dict[str, list[list[Run]]]) -> 
             assert run.changed == changed, case
             for step, states in enumerate(expected):
                 assert_close(case, run.weights[step], states[rank], f"step {step + 1}, rank {rank}")
+
+
+def test_a_period_of_one_and_plain_sgd_is_data_parallel_training(runs: dict[str, list[list[Run]]]) -> None:
+    """An outer gradient that is not the mean of steps."""
+    for step, expected in enumerate(data_parallel(CASES[2])):
+        for rank in range(NUM_RANKS):
+            assert_close(CASES[2], runs["whole"][rank][2].weights[step], expected, f"step {step + 1}, rank {rank}")
 
 
 def test_a_resumed_run_is_the_same_run(runs: dict[str, list[list[Run]]]) -> None:
