@@ -18,6 +18,7 @@ from lightning_bigmodel._registration import register_with_lightning
 if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.accumulation import AdaptiveAccumulation
     from lightning_bigmodel.callbacks.adascale import AdaScale
+    from lightning_bigmodel.callbacks.eight_bit import EightBitOptimizer
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
     from lightning_bigmodel.callbacks.lora import LoRA
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
@@ -33,6 +34,7 @@ __all__ = [
     "AdaptiveAccumulation",
     "BigModelPrecision",
     "BigModelStrategy",
+    "EightBitOptimizer",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "LoRA",
@@ -49,6 +51,7 @@ _HOMES = {
     "AdaptiveAccumulation": "lightning_bigmodel.callbacks.accumulation",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+    "EightBitOptimizer": "lightning_bigmodel.callbacks.eight_bit",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "LoRA": "lightning_bigmodel.callbacks.lora",
