@@ -18,6 +18,7 @@ from lightning_bigmodel._registration import register_with_lightning
 if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.accumulation import AdaptiveAccumulation
     from lightning_bigmodel.callbacks.adascale import AdaScale
+    from lightning_bigmodel.callbacks.eight_bit import EightBitOptimizer
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
     from lightning_bigmodel.callbacks.lora import LoRA
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
@@ -56,6 +57,7 @@ __all__ = [
     "BigModelStrategy",
     "DGC",
     "DiLoCo",
+    "EightBitOptimizer",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
     "LocalSGD",
@@ -84,6 +86,7 @@ _HOMES = {
     "DGCStrategy": "lightning_bigmodel.strategies.presets",
     "DiLoCo": "lightning_bigmodel.replicas.diloco",
     "DiLoCoStrategy": "lightning_bigmodel.strategies.presets",
+    "EightBitOptimizer": "lightning_bigmodel.callbacks.eight_bit",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "LoRA": "lightning_bigmodel.callbacks.lora",

@@ -8,7 +8,7 @@ files and safetensors, ``inspection`` says what there is.
 from lightning_bigmodel.checkpoint._pickle import read_guarded
 from lightning_bigmodel.checkpoint.background import BackgroundSaver
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
-from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries
+from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries, requantization_error
 from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
 from lightning_bigmodel.checkpoint.index import SAME_TENSOR, CheckpointIndex, TensorEntry
 from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
@@ -68,6 +68,7 @@ __all__ = [
     "optimizer_state_by_name",
     "portable_entries",
     "quantized_entries",
+    "requantization_error",
     "read_guarded",
     "read_index",
     "read_rank_state",

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MethodType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from lightning_bigmodel.sharding.rows import RowShard
+from lightning_bigmodel.sharding.tensor_slices import HeldSlice
 
-__all__ = ["adapt_bitsandbytes", "is_bitsandbytes", "is_blockwise", "why_bitsandbytes_needs_wholes"]
+__all__ = [
+    "adapt_bitsandbytes",
+    "is_bitsandbytes",
+    "is_blockwise",
+    "keep_in_full_precision",
+    "why_bitsandbytes_needs_wholes",
+]
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
@@ -48,16 +55,38 @@ def why_bitsandbytes_needs_wholes(optimizer: Any) -> str | None:
     return None
 
 
-def adapt_bitsandbytes(optimizer: Any, shards: Mapping[int, RowShard]) -> None:
+def keep_in_full_precision(optimizer: Any, places: Collection[tuple[int, int]]) -> None:
+    """Let some parameters have fp32 states.
+
+    By their places in the groups: bitsandbytes knows them by the objects, which rows take the place of, and in one
+    table for all optimizers of a process.
+
+    Args:
+        optimizer: One of bitsandbytes.
+        places: Indices of the group, and of the parameter in it.
+    """
+    before = optimizer.get_config
+
+    def config_by_place(self: Any, group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        config: dict[str, Any] = before(group_index, index, group)
+        if (group_index, index) in places:
+            config["optim_bits"] = 32
+        return config
+
+    optimizer.get_config = MethodType(config_by_place, optimizer)
+
+
+def adapt_bitsandbytes(optimizer: Any, shards: Mapping[int, RowShard], slices: Mapping[int, HeldSlice]) -> None:
     """Lets the size of the whole parameter decide on 8 or 32 bits, and calls no kernel for a rank without rows."""
-    kind = type(optimizer)
+    kind, before = type(optimizer), optimizer.get_config
 
     def config_by_whole(self: Any, group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
-        config: dict[str, Any] = kind.get_config(self, group_index, index, group)
+        config: dict[str, Any] = before(group_index, index, group)
         parameter = group["params"][index]
-        shard = shards.get(id(parameter))
-        if shard is not None:
-            is_large = shard.shape.numel() >= config["min_8bit_size"]
+        shard, cut = shards.get(id(parameter)), slices.get(id(parameter))
+        if shard is not None or cut is not None:
+            shape = cut.record.full_shape if cut is not None else shard.shape  # type: ignore[union-attr]
+            is_large = shape.numel() >= config["min_8bit_size"]
             config["min_8bit_size"] = 0 if is_large else parameter.numel() + 1
         return config
 

@@ -109,8 +109,6 @@ def check_slices(optimizer: Optimizer) -> None:
 
 
 def _why_not_on_slices(optimizer: Optimizer) -> str | None:
-    if _kind(optimizer) == "bitsandbytes" and is_blockwise(optimizer):
-        return "it quantises blocks of elements that lie side by side in whole parameters"
     inner = _inner(optimizer) if _kind(optimizer) == "unknown" else None
     if inner is not None and (reason := _why_not_on_slices(inner)) is not None:
         return f"it wraps `{type(inner).__name__}`: {reason}"
@@ -136,7 +134,7 @@ def adapt_optimizer(
     * `torch.optim.Muon` shares out its matrices over the ranks: one all-reduce and two all-to-alls a step, and as many
       over tensor ranks (see `lightning_bigmodel.sharding.muon`).
     * bitsandbytes' optimizers of 32 bits are exact. Those of 8 bits quantise blocks of 256 elements, which start with
-      the rows of each rank: exact where these starts are multiples of 256 elements, else equal within the error of the
+      the rows or the slice of each rank: exact where these are runs of whole blocks, else equal within the error of the
       quantisation. The size of the whole parameter decides whether it is quantised (`min_8bit_size`). Its optimizers
       that take norms (LARS, LAMB) are refused, and overrides of single parameters by `GlobalOptimManager`.
     * Any other optimizer is tried on small tensors and refused if rows turn out to depend on each other. One that
@@ -177,7 +175,7 @@ treats each element by itself, such as AdamW.
     elif kind == "muon":
         replace_step(optimizer, lambda each: step_torch_muon(each, shards, cuts))
     elif kind == "bitsandbytes":
-        adapt_bitsandbytes(optimizer, shards)
+        adapt_bitsandbytes(optimizer, shards, cuts)
     elif kind == "unknown":
         inner = _inner(optimizer)
         if inner is not None and _kind(inner) not in ("elementwise", "unknown"):

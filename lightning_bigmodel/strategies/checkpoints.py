@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from lightning_bigmodel.checkpoint import (
     quantized_entries,
     read_guarded,
     read_index,
+    requantization_error,
 )
 from lightning_bigmodel.mesh import AXES
 from lightning_bigmodel.sharding.optimizers import factored_shape, factored_state, state_layout
@@ -401,11 +403,18 @@ class CheckpointMixin:
         names = self._parameter_names()
         owned_ids = {id(parameter) for parameter in self._held().owned}
         owned = {names[key] for key in owned_ids}
+        errors: list[tuple[float, float]] = []
+
+        def quantized(entries: dict[str, Any]) -> dict[str, Any]:
+            loaded = quantized_entries(entries)
+            errors.append(requantization_error(entries, loaded))
+            return loaded
+
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if checkpoint.get(_IS_SHARDED):
                 regions = self._regions()
                 loaded = {
-                    name: quantized_entries(
+                    name: quantized(
                         {k: self._part_of_state(optimizer, name, k, value, regions) for k, value in entries.items()}
                     )
                     for name, entries in saved["state"].items()
@@ -420,12 +429,25 @@ class CheckpointMixin:
                 if name not in owned or key not in saved["state"]:
                     continue
                 entries = portable_entries(saved["state"][key])
-                state[key] = quantized_entries(
+                state[key] = quantized(
                     {k: self._part_of_state(optimizer, name, k, value, regions) for k, value in entries.items()}
                 )
             optimizer.load_state_dict({**saved, "state": state})
+        _note_quantization(errors)
 
 
+def _note_quantization(errors: Sequence[tuple[float, float]]) -> None:
+    """Say on the first rank that 8-bit moments are not those that were saved, and how far off. Collective."""
+    found = _host.all_objects((max((e for e, _ in errors), default=0.0), max((b for _, b in errors), default=0.0)))
+    worst, bound = max(error for error, _ in found), max(bound for _, bound in found)
+    if worst > _FP32_ROUNDING:
+        rank_zero_info(
+            "8-bit optimizer moments were saved in blocks that begin elsewhere than here, and have been quantised again"
+            f": they differ by up to {worst:.2g} of the largest value in their block (at most {bound:.2g})."
+        )
+
+
+_FP32_ROUNDING = 1e-6
 _EXTRA_STATE = "_extra_state"
 _IS_SHARDED = "lightning_bigmodel_sharded"
 _LEFT_OUT = "bigmodel_left_out"  # names of frozen parameters, which are what the module is built with
