@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bigmodel._host import all_gather_flat
+
 __all__ = ["PlannedBytes", "add_selected", "index_type"]
 
 _INT32_ELEMENTS = 2**31
