@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bigmodel import HierarchicalAllReduce
+from lightning_bigmodel.replicas import hierarchical
 from lightning_bigmodel.replicas.sync import NamedGradient, Replicas, StepProgress
 from lightning_bigmodel.testing import CollectiveCounter, run_ranks
 from tests.replicas.sync_runs import replicas_of
@@ -125,8 +126,8 @@ def _order() -> list[str]:
     sync = HierarchicalAllReduce(2, bucket_bytes=8)
     sync.begin(replicas, {})
     order: list[str] = []
-    for name in ("reduce_scatter_tensor", "all_reduce", "all_gather_into_tensor"):
-        setattr(dist, name, functools.partial(_noted, order, name, getattr(dist, name)))
+    for place, name in ((hierarchical, "reduce_scatter_flat"), (dist, "all_reduce"), (hierarchical, "all_gather_flat")):
+        setattr(place, name, functools.partial(_noted, order, name, getattr(place, name)))
     _reduce(sync, [torch.ones(2) for _ in range(3)])
     return order
 
