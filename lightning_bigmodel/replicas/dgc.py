@@ -65,7 +65,7 @@ class DGC(SparsifiedSync):
             N ** -0.5 before it accumulates; dense steps clip the sum. It takes the place of the Trainer's.
         threshold: `"sampled"`, `"exact"`, or a `SampledThreshold` with its settings.
         min_numel: Tensors of fewer elements are sent dense.
-        exempt: Patterns of parameter names (`*`, `?`, `[...]`) to send dense, besides those of one dimension.
+        exempt: Pattern or patterns of parameter names (`*`, `?`, `[...]`) to send dense, besides one dimension.
         value_dtype: Type in which values are sent: "float16" and "bfloat16" need a quarter fewer bytes than "float32".
             Default: that of the gradients, at least float32.
         bucket_bytes: Size of the messages of what is dense.
@@ -93,7 +93,7 @@ class DGC(SparsifiedSync):
         gradient_clip_val: float | None = None,
         threshold: SampledThreshold | Literal["sampled", "exact"] = "sampled",
         min_numel: int = MIN_NUMEL,
-        exempt: Sequence[str] = (),
+        exempt: Sequence[str] | str = (),
         value_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:

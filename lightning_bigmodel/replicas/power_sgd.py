@@ -54,7 +54,7 @@ class PowerSGD(GradientSync):
         warm_start: Whether Q goes on from step to step; False draws it anew each time.
         min_compression_rate: Matrices that would shrink by less than this, n m / (r (n + m)), are sent dense; so are
             tensors of one dimension.
-        exempt: Patterns of parameter names (`*`, `?`, `[...]`) to send dense besides.
+        exempt: Pattern or patterns of parameter names (`*`, `?`, `[...]`) to send dense besides.
         dtype: Type in which everything is sent and summed. Default: that of the gradients, at least float32. In 16 bits
             the rounding of sums is lost.
         bucket_bytes: Size of a message.
@@ -77,7 +77,7 @@ class PowerSGD(GradientSync):
         error_feedback: bool = True,
         warm_start: bool = True,
         min_compression_rate: float = 2.0,
-        exempt: Sequence[str] = (),
+        exempt: Sequence[str] | str = (),
         dtype: Literal["float32", "float16", "bfloat16"] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:

@@ -42,7 +42,7 @@ class TopKErrorFeedback(SparsifiedSync):
         density: Which part of each gradient is sent, above 0; 1 sends all of it, dense.
         threshold: `"sampled"`, `"exact"`, or a `SampledThreshold` with its settings.
         min_numel: Tensors of fewer elements are sent dense.
-        exempt: Patterns of parameter names (`*`, `?`, `[...]`) to send dense, besides those of one dimension.
+        exempt: Pattern or patterns of parameter names (`*`, `?`, `[...]`) to send dense, besides one dimension.
         value_dtype: Type in which values are sent: "float16" and "bfloat16" need a quarter fewer bytes than "float32".
             Default: that of the gradients, at least float32.
         bucket_bytes: Size of the messages of what is dense.
@@ -61,7 +61,7 @@ class TopKErrorFeedback(SparsifiedSync):
         *,
         threshold: SampledThreshold | Literal["sampled", "exact"] = "sampled",
         min_numel: int = MIN_NUMEL,
-        exempt: Sequence[str] = (),
+        exempt: Sequence[str] | str = (),
         value_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:

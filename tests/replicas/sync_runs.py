@@ -59,6 +59,11 @@ def replicas_of(num_inside: int = 1, norm: Any = None) -> Replicas:
     return Replicas(group=None, size=size, rank=rank, ranks_a_machine=num_inside, levels=levels, norm=norm)
 
 
+def one_of(size: int) -> Replicas:
+    """The first of some replicas, for what sends nothing."""
+    return Replicas(group=None, size=size, rank=0, ranks_a_machine=1, levels=lambda _: (None, None))
+
+
 def parameters_of(weights: Arrays, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
     """As parameters; those of four dimensions with channels last."""
     parameters = {}

@@ -16,8 +16,18 @@ import torch.distributed as dist
 from lightning_bigmodel import DGC, SampledThreshold
 from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.replicas.sync import NamedGradient, Replicas, StepProgress
-from lightning_bigmodel.testing import CollectiveCounter, run_ranks
-from tests.replicas.sync_runs import SHAPES, STEPS_AN_EPOCH, Arrays, Run, contribution, replicas_of, start, worst
+from lightning_bigmodel.testing import run_ranks
+from tests.replicas.sync_runs import (
+    SHAPES,
+    STEPS_AN_EPOCH,
+    Arrays,
+    Run,
+    contribution,
+    one_of,
+    replicas_of,
+    start,
+    worst,
+)
 
 NUM = 4
 STEPS = 20
@@ -252,152 +262,6 @@ def test_nesterov_of_torch_is_that_of_the_paper(momentum: float) -> None:
     np.testing.assert_allclose(weights.detach().numpy(), paper, rtol=0, atol=1e-12)
 
 
-# -- nothing is lost ---------------------------------------------------------------------------------------------------
-
-
-def _accounts(value_dtype: str | None) -> float:
-    sync = DGC(0.99, min_numel=1, value_dtype=value_dtype, momentum_masking=False)  # type: ignore[arg-type]
-    parameter = torch.zeros(40, 50, dtype=torch.float64)
-    sync.begin(replicas_of(), {"w": parameter})
-    options = {"momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
-    velocity, accumulated, received = (torch.zeros(40, 50, dtype=torch.float64) for _ in range(3))
-    numbers = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(50):
-        value = torch.randn(40, 50, dtype=torch.float64, generator=numbers)
-        velocity = 0.9 * velocity + value
-        accumulated += velocity
-        sync.reduce([NamedGradient(name="w", value=value, parameter=parameter, options=options)], StepProgress())
-        received += value
-    kept = sync.state_dict()["residuals"]["w"].clone()
-    dist.all_reduce(accumulated)
-    dist.all_reduce(kept)
-    assert 0.001 < received.count_nonzero() / received.numel() < 1  # some elements were never sent: they are kept
-    return float((received + kept - accumulated).abs().max() / accumulated.abs().max())
-
-
-@pytest.mark.parametrize("value_dtype", [None, "float16"])
-def test_what_is_not_sent_is_kept(value_dtype: str | None) -> None:
-    """Elements dropped at a mask, at rounding, or between two ranks, over 50 steps."""
-    assert max(run_ranks(_accounts, NUM, value_dtype)) < 1e-13
-
-
-def _extremes() -> list[float]:
-    sync = DGC(0.75, min_numel=1, threshold="exact", value_dtype="float16")
-    parameter = torch.zeros(2, 4)
-    sync.begin(replicas_of(), {"w": parameter})
-    options = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
-    value = torch.tensor([[1e5, 1e-9, 3e5, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    total = torch.zeros(2, 4)
-    for _ in range(8):
-        sync.reduce([NamedGradient(name="w", value=value, parameter=parameter, options=options)], StepProgress())
-        total += value
-        value = torch.zeros(2, 4)
-    return total.view(-1).tolist()
-
-
-def test_half_precision_keeps_what_is_too_large_for_it() -> None:
-    """Infinity from a value over 65504, and a small one rounded to nothing for good."""
-    for total in run_ranks(_extremes, 2):
-        assert total[0] == pytest.approx(2e5)
-        assert total[2] == pytest.approx(6e5)
-
-
-def _selections(threshold: str) -> list[tuple[int, int, bool]]:
-    """How many were sent of each kind of tensor, what was asked for, and whether the NaN was."""
-    found = []
-    for kind in ("zeros", "one row", "ties", "steep", "nan"):
-        numbers = torch.Generator().manual_seed(1)
-        value = torch.randn(200, 200, generator=numbers)
-        if kind == "zeros":
-            value.zero_()
-        elif kind == "one row":
-            value[1:] = 0
-        elif kind == "ties":
-            value.fill_(0.5)
-        elif kind == "steep":
-            value = value.pow(9)
-        else:
-            value[3, 3] = torch.nan
-        sync = DGC(0.99, min_numel=1, threshold=threshold)  # type: ignore[arg-type]
-        parameter = torch.zeros(200, 200)
-        options = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
-        sync.begin(Replicas(group=None, size=1, rank=0, ranks_a_machine=1, levels=lambda _: (None, None)), {"w": value})
-        sync.reduce([NamedGradient(name="w", value=value, parameter=parameter, options=options)], StepProgress())
-        found.append((int(value.count_nonzero()), 400, bool(value.isnan().any())))
-    return found
-
-
-@pytest.mark.parametrize("threshold", ["sampled", "exact"])
-def test_numbers_sent_lie_within_the_bounds(threshold: str) -> None:
-    """Zeros sent because the threshold is 0, all of a tensor because it is flat; a NaN that is kept back."""
-    zeros, row, ties, steep, nan = _selections(threshold)
-    assert zeros[0] == 0
-    assert 0 < row[0] <= 200
-    for number, wanted, _ in (ties, steep, nan):
-        assert 0.8 * wanted <= number <= 1.3 * wanted
-    assert [each[2] for each in (zeros, row, ties, steep, nan)] == [False, False, False, False, True]
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-def _bytes(num_tensors: int) -> tuple[dict[str, tuple[int, int]], float]:
-    sync = DGC(sparsity=0.99)
-    parameters = {f"w{index}": torch.zeros(200, 200) for index in range(num_tensors)}
-    sync.begin(replicas_of(), parameters)
-    options = {"momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
-    numbers = torch.Generator().manual_seed(dist.get_rank())
-    with CollectiveCounter() as counter:
-        gradients = [
-            NamedGradient(name=name, value=torch.randn(200, 200, generator=numbers), parameter=tensor, options=options)
-            for name, tensor in parameters.items()
-        ]
-        sync.reduce(gradients, StepProgress())
-    return counter.as_dict(), sync.planned_bytes(parameters, 2, 0.01).compressed
-
-
-def test_bytes_sent() -> None:
-    """More than 3 % of dense at a density of 1 %; a message for each tensor; a plan that is not what happens."""
-    for counts, planned in run_ranks(_bytes, 2, 12):
-        assert set(counts) == {"all_gather"}
-        calls, num_bytes = counts["all_gather"]
-        assert calls == 2
-        assert num_bytes <= 0.03 * 12 * 200 * 200 * 4
-        assert num_bytes == pytest.approx(planned, rel=0.15)
-
-
-def _alone(size: int) -> Replicas:
-    return Replicas(group=None, size=size, rank=0, ranks_a_machine=1, levels=lambda _: (None, None))
-
-
-@pytest.mark.parametrize(
-    ("size", "settings", "told"),
-    [
-        (3, {"sparsity": 0.75}, None),
-        (4, {"sparsity": 0.75}, None),  # equal is not more
-        (5, {"sparsity": 0.75}, r"0\.25 \(1\.2 times the bytes\)"),
-        (999, {}, None),
-        (1001, {}, r"0\.001 \(1\.0 times the bytes\)"),
-        (16, {"warmup_epochs": 4}, r"0\.251 \(4\.0 times the bytes\), 0\.0631 \(1\.0 times the bytes\)\. What"),
-        (1001, {"value_dtype": "float16"}, None),
-        (
-            8,
-            {"min_numel": 10**6},
-            r"all parameters here are exempt \(the largest has 40000 elements, `min_numel=1000000`",
-        ),
-    ],
-)
-def test_warns_of_more_bytes_than_dense(size: int, settings: dict[str, Any], told: str | None) -> None:
-    """A run that compression makes slower, in its warm-up only or throughout; also a warning where none is due."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DGC(**settings).begin(_alone(size), {"w": torch.zeros(200, 200)})
-    assert len(caught) == (told is not None)
-    if told is not None:
-        with pytest.warns(UserWarning, match=told):
-            DGC(**settings).begin(_alone(size), {"w": torch.zeros(200, 200)})
-
-
 # -- states ------------------------------------------------------------------------------------------------------------
 
 _LATE = {"sparsity": 0.9, "min_numel": 100, "begin_step": 2, "warmup_epochs": 2, "gradient_clip_val": 1.0}
@@ -447,7 +311,7 @@ def test_another_number_of_replicas() -> None:
         for k in range(4)
     ]
     sync = DGC(min_numel=1)
-    sync.begin(_alone(3), {"a": torch.zeros(2, 3), "rows": torch.zeros(2, 3), "bias": torch.zeros(3)})
+    sync.begin(one_of(3), {"a": torch.zeros(2, 3), "rows": torch.zeros(2, 3), "bias": torch.zeros(3)})
     merged = sync.merged_state(states)
     assert merged is not None
     assert (merged["step"], merged["first_epoch"]) == (5, 1)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lightning_bigmodel import PowerSGD
 from lightning_bigmodel.mesh.rng import derive_seed
-from lightning_bigmodel.replicas.sync import NamedGradient, Replicas, StepProgress
+from lightning_bigmodel.replicas.sync import NamedGradient, StepProgress
 from lightning_bigmodel.testing import CollectiveCounter, run_ranks
-from tests.replicas.sync_runs import SHAPES, Arrays, Run, contribution, replicas_of, start, worst
+from tests.replicas.sync_runs import SHAPES, Arrays, Run, contribution, one_of, replicas_of, start, worst
 
 NUM = 4
 STEPS = 20
@@ -190,14 +190,10 @@ def test_goes_on_from_its_state() -> None:
     run_ranks(_resumed, 2)
 
 
-def _alone(size: int) -> Replicas:
-    return Replicas(group=None, size=size, rank=0, ranks_a_machine=1, levels=lambda _: (None, None))
-
-
 def test_another_number_of_replicas() -> None:
     """Errors of replicas that are gone are lost; an error that waits when a run goes on dense is never sent."""
     sync = PowerSGD(rank=2)
-    sync.begin(_alone(2), {"w": torch.zeros(40, 40), "rows": torch.zeros(40, 40)})
+    sync.begin(one_of(2), {"w": torch.zeros(40, 40), "rows": torch.zeros(40, 40)})
     states = [
         {
             "step": 3,
@@ -212,7 +208,7 @@ def test_another_number_of_replicas() -> None:
     assert torch.equal(merged["errors"]["w"], torch.full((40, 40), 4.5))
     assert torch.equal(merged["factors"]["w"], torch.ones(40, 2))
     dense = PowerSGD(rank=2, exempt=["w"], min_compression_rate=1.0)
-    dense.begin(_alone(1), {"w": torch.zeros(40, 40)})
+    dense.begin(one_of(1), {"w": torch.zeros(40, 40)})
     dense.load_state_dict(merged)
     value = torch.zeros(40, 40)
     for expected in (4.5, 4.5):
@@ -226,8 +222,8 @@ def test_another_number_of_replicas() -> None:
 def test_warns_if_all_is_dense() -> None:
     """A run that compresses nothing and does not say so."""
     with pytest.warns(UserWarning, match=r"sends everything dense.*`min_compression_rate=2.0` at `rank=4`"):
-        PowerSGD().begin(_alone(2), {"w": torch.zeros(8, 8)})
-    PowerSGD().begin(_alone(2), {"w": torch.zeros(8, 8), "v": torch.zeros(100, 100)})
+        PowerSGD().begin(one_of(2), {"w": torch.zeros(8, 8)})
+    PowerSGD().begin(one_of(2), {"w": torch.zeros(8, 8), "v": torch.zeros(100, 100)})
 
 
 @pytest.mark.parametrize(

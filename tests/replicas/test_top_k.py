@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_bigmodel import TopKErrorFeedback
-from lightning_bigmodel.replicas.sync import NamedGradient, Replicas, StepProgress
+from lightning_bigmodel.replicas.sync import NamedGradient, StepProgress
 from lightning_bigmodel.testing import CollectiveCounter, run_ranks
-from tests.replicas.sync_runs import SHAPES, Arrays, Run, contribution, replicas_of, start, worst
+from tests.replicas.sync_runs import SHAPES, Arrays, Run, contribution, one_of, replicas_of, start, worst
 
 NUM = 4
 STEPS = 20
@@ -127,9 +127,7 @@ def test_bytes_and_state() -> None:
 def test_other_replicas_and_densities() -> None:
     """Residuals lost when ranks are fewer, or never sent when a run goes on dense."""
     sync = TopKErrorFeedback(1.0)
-    sync.begin(
-        Replicas(group=None, size=1, rank=0, ranks_a_machine=1, levels=lambda _: (None, None)), {"w": torch.zeros(2, 2)}
-    )
+    sync.begin(one_of(1), {"w": torch.zeros(2, 2)})
     merged = sync.merged_state([{"step": 3, "residuals": {"w": torch.full((2, 2), k)}} for k in (1.0, 2.0)])
     assert merged is not None
     sync.load_state_dict(merged)
