@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
+    from lightning_bigmodel.callbacks.recompute import Recompute
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+    from lightning_bigmodel.recompute.full import Full
+    from lightning_bigmodel.recompute.selective import Selective
+    from lightning_bigmodel.recompute.square_root import SquareRoot
     from lightning_bigmodel.sharding.offload import OffloadPolicy
     from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
@@ -33,10 +37,14 @@ __all__ = [
     "BigModelPrecision",
     "BigModelStrategy",
     "ExponentialMovingAverage",
+    "Full",
     "GradientNoiseScale",
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
+    "Recompute",
+    "Selective",
+    "SquareRoot",
     "TokenWeight",
     "__version__",
 ]
@@ -48,10 +56,14 @@ _HOMES = {
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
+    "Full": "lightning_bigmodel.recompute.full",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
+    "Recompute": "lightning_bigmodel.callbacks.recompute",
+    "Selective": "lightning_bigmodel.recompute.selective",
+    "SquareRoot": "lightning_bigmodel.recompute.square_root",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
 }
 
