@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
+    from lightning_bigmodel.callbacks.recompute import Recompute
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
+    from lightning_bigmodel.recompute.full import Full
+    from lightning_bigmodel.recompute.selective import Selective
+    from lightning_bigmodel.recompute.square_root import SquareRoot
     from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
     from lightning_bigmodel.replicas.dense import AllReduce
     from lightning_bigmodel.replicas.dgc import DGC
@@ -45,29 +49,33 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "LocalSGDStrategy",
-    "DiLoCoStrategy",
-    "DGCStrategy",
-    "AdaptiveLocalSGDStrategy",
     "AdaScale",
     "AdaptiveAccumulation",
-    "AllReduce",
     "AdaptiveLocalSGD",
+    "AdaptiveLocalSGDStrategy",
+    "AllReduce",
     "BigModelPrecision",
     "BigModelStrategy",
     "DGC",
+    "DGCStrategy",
     "DiLoCo",
+    "DiLoCoStrategy",
     "EightBitOptimizer",
     "ExponentialMovingAverage",
+    "Full",
     "GradientNoiseScale",
-    "LocalSGD",
-    "LoRA",
     "HierarchicalAllReduce",
+    "LoRA",
+    "LocalSGD",
+    "LocalSGDStrategy",
     "OffloadPolicy",
     "PowerSGD",
     "PrecisionAudit",
     "PreemptionCheckpoint",
+    "Recompute",
     "SampledThreshold",
+    "Selective",
+    "SquareRoot",
     "TokenWeight",
     "TopKErrorFeedback",
     "__version__",
@@ -88,16 +96,20 @@ _HOMES = {
     "DiLoCoStrategy": "lightning_bigmodel.strategies.presets",
     "EightBitOptimizer": "lightning_bigmodel.callbacks.eight_bit",
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
+    "Full": "lightning_bigmodel.recompute.full",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
+    "HierarchicalAllReduce": "lightning_bigmodel.replicas.hierarchical",
     "LoRA": "lightning_bigmodel.callbacks.lora",
     "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
     "LocalSGDStrategy": "lightning_bigmodel.strategies.presets",
-    "HierarchicalAllReduce": "lightning_bigmodel.replicas.hierarchical",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PowerSGD": "lightning_bigmodel.replicas.power_sgd",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
+    "Recompute": "lightning_bigmodel.callbacks.recompute",
     "SampledThreshold": "lightning_bigmodel.replicas.largest",
+    "Selective": "lightning_bigmodel.recompute.selective",
+    "SquareRoot": "lightning_bigmodel.recompute.square_root",
     "TokenWeight": "lightning_bigmodel.pipeline.token_weight",
     "TopKErrorFeedback": "lightning_bigmodel.replicas.top_k",
 }

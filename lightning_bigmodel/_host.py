@@ -30,6 +30,7 @@ __all__ = [
     "after_configure_model",
     "after_configure_optimizers",
     "all_gather_flat",
+    "alias_below_autograd",
     "all_objects",
     "asked_weights_only",
     "callbacks",
@@ -44,6 +45,7 @@ __all__ = [
     "follows_accumulation_schedule",
     "forget_after_configure",
     "forget_workers",
+    "function_modes",
     "give_back_sampling",
     "graph_break",
     "has_workers",
@@ -55,6 +57,7 @@ __all__ = [
     "load_loader_states",
     "logged_results",
     "looks_at_gradients",
+    "makes_results",
     "mark_schedule_initialized",
     "num_batches_used",
     "num_evaluation_batches",
@@ -225,6 +228,37 @@ def asked_weights_only() -> bool | None:
             return given
         frame = frame.f_back
     return None
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s that are active, outermost first (torch 2.11 - 2.14)."""
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """A weak reference to a tensor's storage, equal for equal storages; while it is held no other gets the address.
+
+    `StorageWeakRef` has no public home (torch 2.11 - 2.14).
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """What a `TorchDispatchMode` may keep of a result: without its graph, with its version (torch 2.11 - 2.14)."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def makes_results(operator: Any) -> bool:
+    """Whether torch runs an operator as such, and what it gives is new memory (torch 2.11 - 2.14)."""
+    schema, name = operator._schema, operator.name()
+    if not torch._C._dispatch_has_kernel(name) or schema.is_mutable or name.startswith("c10d::"):
+        return False  # messages write into tensors, whatever their schemas say
+    if any(result.alias_info is not None for result in schema.returns):
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
 
 
 def is_of_parameter(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -38,6 +38,28 @@ _region = _Region()
 def in_full_precision() -> bool:
     """Whether a function in full precision is running, so that no part of it may go to half."""
     return _region.depth > 0
+
+
+def keep_region() -> Callable[[], AbstractContextManager[None]]:
+    """What enters the present region (in full precision, or not) again later, as a second run of the same code needs.
+
+    Example:
+        >>> enter = keep_region()
+        >>> with enter():
+        ...     in_full_precision()
+        False
+    """
+    depth = _region.depth
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        before, _region.depth = _region.depth, depth
+        try:
+            yield
+        finally:
+            _region.depth = before
+
+    return enter
 
 
 def full_precision(function: Callable[_P, _T]) -> Callable[_P, _T]:

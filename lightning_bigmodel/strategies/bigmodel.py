@@ -598,7 +598,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         planner = engine.planner
         if self._compile_blocks:
             options = {} if self._compile_blocks is True else dict(self._compile_blocks)
-            self._compiled = CompiledBlocks(self._blocks_to_compile(), options)
+            self._compiled = CompiledBlocks(self.blocks_of_rank(), options)
         self._begin_manual()
         partial = self._tensor.slices.partial_gradients if self._tensor is not None else []
         overlap, num_agreeing = self._overlap, self.mesh.data_size
@@ -633,8 +633,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             else None,
         )
 
-    def _blocks_to_compile(self) -> list[torch.nn.Module]:
-        """Blocks of this rank's stages."""
+    def blocks_of_rank(self) -> list[torch.nn.Module]:
+        """The blocks that this rank computes: those of its stages, in order; empty if the model has none."""
         planner, root = self.engine.planner, self.engine.root
         if planner.tree is not None and planner.ownership is not None:
             stages, of_unit = set(self.engine.stage_indices), planner.ownership.stage_of_unit

@@ -1,0 +1,186 @@
+"""What a block's forward reads beside its arguments, kept so that a second run of it is the same run.
+
+Random states, autocast, default type, function modes (lists of operators with a precision of their own), which
+attention kernels are allowed, and the block's own buffers and plain attributes that its forward writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bigmodel import _host
+from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
+
+__all__ = ["Ambient", "Keeper", "OwnState"]
+
+# Called in the forward: returns what enters the same state again.
+Keeper = Callable[[], Callable[[], AbstractContextManager[Any]]]
+
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+# Buffers of more are copied before a forward only where they were seen to change.
+_SMALL_BUFFER_BYTES = 256 * 1024
+_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _device_types() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def _attention_kernels() -> list[bool]:
+    return [bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")()) for name in _ATTENTION_KERNELS]
+
+
+def _allow_attention_kernels(allowed: Sequence[bool]) -> None:
+    for name, is_allowed in zip(_ATTENTION_KERNELS, allowed, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_allowed)
+
+
+class Ambient:
+    """The state around a forward, as it is when this is made. About 12 KiB, and 60 us on a CPU.
+
+    Args:
+        keepers: Further state to keep, such as what other parts of a program hold in thread-local variables.
+    """
+
+    def __init__(self, keepers: Sequence[Keeper] = ()) -> None:
+        self._random = capture_rng()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _device_types()
+        ]
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self._dtype = torch.get_default_dtype()
+        self._modes = _host.function_modes()
+        self._kernels = _attention_kernels()
+        self._further = [keep() for keep in keepers]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """It is all so again within, and gradients are enabled; as it was on the way out."""
+        random, dtype, kernels = capture_rng(), torch.get_default_dtype(), _attention_kernels()
+        active = _host.function_modes()
+        with ExitStack() as stack:
+            stack.callback(restore_rng, random)
+            restore_rng(self._random)
+            if dtype != self._dtype:
+                stack.callback(torch.set_default_dtype, dtype)
+                torch.set_default_dtype(self._dtype)
+            if kernels != self._kernels:
+                stack.callback(_allow_attention_kernels, kernels)
+                _allow_attention_kernels(self._kernels)
+            for kind, is_enabled, half in self._autocast:
+                stack.enter_context(torch.autocast(kind, half, is_enabled, cache_enabled=self._caches_casts))
+            for mode in self._modes:
+                if not any(mode is other for other in active):
+                    stack.enter_context(mode)
+            for enter in self._further:
+                stack.enter_context(enter())
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class OwnState:
+    """What a block's forward writes into the block itself: a second run starts from the same values, and leaves none.
+
+    Buffers (running statistics, counters, power iterations) that the forward changes are copied before it; the second
+    run works on those copies. Attributes that it sets are put back after the second run; plain values (numbers, flags)
+    also have, within it, what they had before the first.
+
+    Args:
+        block: The module.
+
+    Memory: the changed buffers, once for each forward whose backward has not come yet.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = list(block.modules())
+        self._written: set[tuple[int, str]] = set()
+        self._is_learned = False
+
+    def _buffers(self) -> Iterator[tuple[tuple[int, str], nn.Module, str, Tensor]]:
+        for index, module in enumerate(self._modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (index, name), module, name, buffer
+
+    def before(self) -> Any:
+        """A note of the state before a forward."""
+        copies = {key: (buffer, buffer._version, self._copy(key, buffer)) for key, _, _, buffer in self._buffers()}
+        return copies, [dict(module.__dict__) for module in self._modules]
+
+    def _copy(self, key: tuple[int, str], buffer: Tensor) -> Tensor | None:
+        if key in self._written or not self._is_learned or buffer.nbytes <= _SMALL_BUFFER_BYTES:
+            return buffer.detach().clone()
+        return None
+
+    def changed(self, before: Any) -> Any:
+        """What a forward has changed since `before`: to be kept until `restored`.
+
+        Raises:
+            RuntimeError: Where a large buffer that earlier forwards left alone has changed.
+        """
+        copies, attributes = before
+        buffers: dict[tuple[int, str], Tensor] = {}
+        for key, module, name, buffer in self._buffers():
+            old, version, copy = copies.get(key, (None, -1, None))
+            if old is buffer and buffer._version == version and not _is_written_unseen(module, name):
+                continue
+            self._written.add(key)
+            if old is None:
+                continue
+            if copy is None:
+                raise RuntimeError(
+                    f"The buffer `{name}` ({buffer.nbytes} bytes) of {type(module).__name__} is written in a forward "
+                    "for the first time in this run, and there is no copy of its old values to compute the block again "
+                    "with. Leave this block out of `Recompute(blocks=[...])`, or write the buffer in every forward."
+                )
+            buffers[key] = copy
+        self._is_learned = True
+        written: dict[int, dict[str, Any]] = {}
+        for index, (module, old_attributes) in enumerate(zip(self._modules, attributes, strict=True)):
+            for name, value in module.__dict__.items():
+                old_value = old_attributes.get(name, _ABSENT)
+                if value is not old_value and name not in _OF_MODULES and name != "forward":
+                    written.setdefault(index, {})[name] = old_value if isinstance(old_value, _PLAIN) else _UNKNOWN
+        return buffers, written
+
+    @contextmanager
+    def restored(self, changed: Any) -> Iterator[None]:
+        """Within, the block is as it was before its forward; what is written within is undone."""
+        buffers, written = changed
+        present = {key: (module, name, buffer) for key, module, name, buffer in self._buffers() if key in buffers}
+        attributes = {
+            (index, name): self._modules[index].__dict__.get(name, _ABSENT)
+            for index, names in written.items()
+            for name in names
+        }
+        for key, (module, name, _) in present.items():
+            module._buffers[name] = buffers[key].clone()
+        for index, name in attributes:
+            if written[index][name] is not _UNKNOWN:
+                self._modules[index].__dict__[name] = written[index][name]
+        try:
+            yield
+        finally:
+            for module, name, buffer in present.values():
+                module._buffers[name] = buffer
+            for (index, name), value in attributes.items():
+                if value is _ABSENT:
+                    self._modules[index].__dict__.pop(name, None)
+                else:
+                    self._modules[index].__dict__[name] = value
+
+
+def _is_written_unseen(module: nn.Module, name: str) -> bool:
+    """Norms write their running statistics within an operator that does not count it as a change."""
+    return module.training and name in ("running_mean", "running_var")
+
+
+_ABSENT: Any = object()
+_UNKNOWN: Any = object()

@@ -1,0 +1,123 @@
+"""What a recompute policy is: it decides for each block what happens to the activations that backward needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_bigmodel.recompute.ambient import Keeper, OwnState
+from lightning_bigmodel.recompute.frame import Link, run_again_in_backward
+
+__all__ = ["Again", "Block", "Chain", "RecomputePolicy", "Treatment"]
+
+
+@dataclass
+class Block:
+    """One block of a model.
+
+    Attributes:
+        name: Its module name.
+        module: The module.
+        index: Its place among the blocks of this rank.
+        own: What its forward writes into it.
+    """
+
+    name: str
+    module: nn.Module
+    index: int
+    own: OwnState = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.own = OwnState(self.module)
+
+
+@dataclass
+class Chain:
+    """The blocks of this rank, in order.
+
+    Attributes:
+        blocks: The blocks.
+        ends_in_backward: Whether the backward of the last block directly follows its forward.
+        is_compiled: Whether the blocks' forwards are compiled code.
+        keepers: See `Ambient`.
+        link: Connects blocks of a segment.
+    """
+
+    blocks: Sequence[Block]
+    ends_in_backward: bool = True
+    is_compiled: bool = False
+    keepers: Sequence[Keeper] = ()
+    link: Link = field(default_factory=Link)
+
+
+class Treatment(ABC):
+    """What is done with the activations of one block."""
+
+    @abstractmethod
+    def call(
+        self, chain: Chain, block: Block, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the block's forward.
+
+        Args:
+            chain: All blocks.
+            block: The block.
+            function: Its forward.
+            args: Of the call.
+            kwargs: Of the call.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give up what is held beyond a step."""
+
+
+class Again(Treatment):
+    """Compute the block again in backward.
+
+    Args:
+        contexts: See `run_again_in_backward`.
+        is_linked: Whether the block's input is computed again too, from the blocks before it.
+        continues: Whether the next block may do so.
+    """
+
+    def __init__(
+        self,
+        contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+        *,
+        is_linked: bool = False,
+    ) -> None:
+        self._contexts, self._is_linked = contexts, is_linked
+
+    def call(
+        self, chain: Chain, block: Block, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the forward, keeping its inputs."""
+        if not self._is_linked:
+            chain.link.clear()
+        return run_again_in_backward(
+            block.name,
+            block.own,
+            function,
+            args,
+            kwargs,
+            keepers=chain.keepers,
+            link=chain.link,
+            contexts=self._contexts,
+        )
+
+
+class RecomputePolicy(ABC):
+    """Decides for each block. A policy of your own is one subclass, given as `Recompute(policy=...)`."""
+
+    @abstractmethod
+    def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
+        """For each block of `chain` what is done with its activations; None: autograd keeps them as always.
+
+        Raises:
+            ValueError: For settings that cannot take effect on this chain.
+        """

@@ -1,0 +1,199 @@
+"""Recomputation under every layout: the weights of a run without it, bit for bit, and as many forwards as declared."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from lightning_bigmodel import Full, Recompute, Selective, SquareRoot
+from lightning_bigmodel.testing import run_ranks
+from tests.callbacks.recompute_runs import Counted, data, trained
+
+PIPE: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+# name: (ranks, strategy, options of the Trainer)
+LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "one": (1, {}, {}),
+    "one_mixed": (1, {}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+    "lightning_ddp": (2, "ddp", {}),
+    "pipe": (2, PIPE, {}),
+    "interleaved": (2, {**PIPE, "schedule": "Interleaved1F1B"}, {}),
+    "zero_bubble": (2, {**PIPE, "schedule": "InterleavedZeroBubble"}, {}),
+    "zero3": (2, {"zero_stage": 3, "num_microbatches": 2}, {}),
+    "pipe_zero3": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3}, {}),
+    "tensor": (
+        2,
+        {"tensor_parallel_size": 2, "tensor_plan": {"blocks.*.mlp.1": "colwise", "blocks.*.mlp.3": "rowwise"}},
+        {},
+    ),
+}
+# Where the backward of the last block directly follows its forward.
+LEAVES_OUT_LAST = {"one", "one_mixed", "lightning_ddp", "pipe", "zero3", "pipe_zero3", "tensor"}
+
+
+def _trained(strategy: Any, policy: Any, devices: int, options: dict[str, Any]) -> dict[str, Any]:
+    look = Callback()
+    recompute = [] if policy is None else [Recompute(policy)]
+    # The order of callbacks must not matter.
+    callbacks = [*recompute, look] if isinstance(policy, Full) else [look, *recompute]
+    return trained(strategy, callbacks, devices, **options)
+
+
+def _compared(strategy: Any, devices: int, options: dict[str, Any]) -> dict[str, Any]:
+    plain = _trained(strategy, None, devices, options)
+    found = {}
+    # Where a run takes its time, what differs between policies has been seen in smaller layouts.
+    is_slow = devices > 2 or (isinstance(strategy, dict) and "tensor_plan" in strategy)
+    for policy in (Full(),) if is_slow else (Full(), SquareRoot(), Selective()):
+        other = _trained(strategy, policy, devices, options)
+        found[type(policy).__name__] = {
+            "different": [
+                name for name, value in plain["weights"].items() if not np.array_equal(value, other["weights"][name])
+            ],
+            "random": plain["random"] == other["random"],
+            "names": plain["names"] == other["names"],
+            "left": plain["left"] == other["left"],
+            "forwards": {i: (count, other["forwards"][i]) for i, count in plain["forwards"].items()},
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_are_those_without_it(name: str) -> None:
+    """Other dropout masks in the second run, other types, a parameter that is not there, a third forward."""
+    devices, strategy, options = LAYOUTS[name]
+    for rank in run_ranks(_compared, devices, strategy, devices, options, timeout_seconds=120.0):
+        for policy, found in rank.items():
+            assert found["different"] == [], policy
+            assert found["random"], policy
+            assert found["names"], policy
+            assert found["left"], policy
+            for index, (plain, counted) in found["forwards"].items():
+                leaves_out = index == 3 and name in LEAVES_OUT_LAST
+                if policy != "SquareRoot":
+                    assert counted == plain * (1 if leaves_out else 2), (policy, index)
+                else:
+                    assert counted in (plain, 2 * plain), index
+                    assert index or counted == 2 * plain
+
+
+def test_a_failed_run_leaves_the_module_as_it_was() -> None:
+    """Blocks that go on recomputing, or fail, in the next run."""
+
+    class Broken(Counted):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            """Fails."""
+            raise KeyError("boom")
+
+    module = Broken()
+    recompute = Recompute()
+    with pytest.raises(KeyError, match="boom"):
+        trained("auto", [recompute], module=module)
+    assert all("forward" not in part.__dict__ for part in module.blocks)
+    module.__class__ = Counted
+    plain = trained("auto", [], module=Counted())
+    again = trained("auto", [recompute], module=Counted())
+    assert all(np.array_equal(again["weights"][name], value) for name, value in plain["weights"].items())
+
+
+def test_named_blocks_and_evaluation() -> None:
+    """A pattern that is not followed, or a second run where there is no backward."""
+    plain = trained("auto", [])
+    found = trained("auto", [Recompute(blocks=["blocks.1", "blocks.2", "head"])])
+    assert found["forwards"] == {**plain["forwards"], 1: 8, 2: 8}
+    with pytest.raises(ValueError, match=r"`blocks` has 'block\.1', which matches no module; near it"):
+        trained("auto", [Recompute(blocks=["block.1"])])
+
+    class NoBlocks(Counted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList()
+
+    with pytest.raises(ValueError, match="`Recompute` found no blocks: `NoBlocks` has no repeated modules"):
+        trained("auto", [Recompute()], module=NoBlocks())
+
+
+def _refused(strategy: Any, devices: int, recompute: Any, message: str) -> str:
+    with pytest.raises(ValueError, match=message):
+        trained(strategy, [recompute], devices)
+    return "refused"
+
+
+def test_what_cannot_work_is_refused_on_every_rank() -> None:
+    """A stage that ends within a block that is to be run again; operators within compiled code."""
+    message = r"names 'blocks', but the pipeline may be cut within it, before 'blocks\.0'"
+    found = run_ranks(_refused, 2, PIPE, 2, Recompute(blocks=["blocks"]), message)
+    assert found == ["refused"] * 2
+    message = "`Selective` chooses among the operators of a block, which `compile_blocks`"
+    assert run_ranks(_refused, 1, {"compile_blocks": True}, 1, Recompute(Selective()), message) == ["refused"]
+
+
+def _compiled() -> tuple[dict[str, Any], dict[str, Any]]:
+    strategy = {"compile_blocks": {"backend": "eager"}}
+    return trained(strategy, [], max_epochs=1), trained(strategy, [Recompute()], max_epochs=1)
+
+
+def test_compiled_blocks() -> None:
+    """Hooks on saved tensors that compiled code does not ask, or code compiled for another state."""
+    ((plain, found),) = run_ranks(_compiled, 1)
+    assert all(np.array_equal(found["weights"][name], value) for name, value in plain["weights"].items())
+    assert found["left"] == []
+
+
+class Watched(Counted):
+    """Looks at itself while it trains."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Copies and pickles what is being trained."""
+        twin = copy.deepcopy(self.blocks)
+        again = pickle.loads(pickle.dumps(self.blocks[0]))
+        given = {"scale": torch.ones(1, 1, 1)}
+        hidden = torch.ones(1, 2, 16)
+        for block in (self.blocks[0], twin[0], again):
+            block.eval()
+        expected = self.blocks[0](hidden, given=given)[0]
+        assert torch.equal(twin[0](hidden, given=given)[0], expected)
+        assert torch.equal(again(hidden, given=given)[0], expected)
+        self.blocks[0].train()
+
+
+def test_blocks_can_be_copied_and_pickled_while_they_train() -> None:
+    """A callback that copies the model, as averages of weights do."""
+    trained("auto", [Recompute()], module=Watched())
+
+
+@pytest.mark.filterwarnings(r"ignore:(?s).*(was deprecated in v4|JsonargparseDeprecationWarning)")
+def test_yaml(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies by class path."""
+    (tmp_path / "config.yaml").write_text(
+        """
+seed_everything: 1
+trainer:
+  max_steps: 1
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: lightning_bigmodel.Recompute
+      init_args:
+        policy:
+          class_path: lightning_bigmodel.Selective
+          init_args: {keep: [matmul, attention]}
+        blocks: [blocks.0, blocks.1]
+"""
+    )
+    monkeypatch.setattr("sys.argv", ["train"])
+    cli = LightningCLI(Counted, args=["--config", str(tmp_path / "config.yaml")], run=False, save_config_callback=None)
+    (recompute,) = (each for each in cli.trainer.callbacks if isinstance(each, Recompute))
+    assert isinstance(recompute.policy, Selective)
+    assert recompute.policy.keep == ("matmul", "attention")
+    cli.trainer.fit(cli.model, DataLoader(data(), batch_size=8))
