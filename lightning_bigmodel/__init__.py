@@ -18,6 +18,7 @@ from lightning_bigmodel._registration import register_with_lightning
 if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.accumulation import AdaptiveAccumulation
     from lightning_bigmodel.callbacks.adascale import AdaScale
+    from lightning_bigmodel.callbacks.communication_monitor import CommunicationMonitor
     from lightning_bigmodel.callbacks.eight_bit import EightBitOptimizer
     from lightning_bigmodel.callbacks.ema import ExponentialMovingAverage
     from lightning_bigmodel.callbacks.lora import LoRA
@@ -56,6 +57,7 @@ __all__ = [
     "AllReduce",
     "BigModelPrecision",
     "BigModelStrategy",
+    "CommunicationMonitor",
     "DGC",
     "DGCStrategy",
     "DiLoCo",
@@ -90,6 +92,7 @@ _HOMES = {
     "AllReduce": "lightning_bigmodel.replicas.dense",
     "BigModelPrecision": "lightning_bigmodel.precision.bigmodel",
     "BigModelStrategy": "lightning_bigmodel.strategies.bigmodel",
+    "CommunicationMonitor": "lightning_bigmodel.callbacks.communication_monitor",
     "DGC": "lightning_bigmodel.replicas.dgc",
     "DGCStrategy": "lightning_bigmodel.strategies.presets",
     "DiLoCo": "lightning_bigmodel.replicas.diloco",

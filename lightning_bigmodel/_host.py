@@ -177,6 +177,74 @@ def _dispatching(name: str, original: Any) -> Any:
     return clip
 
 
+# Method of a process group -> what it does, and the place of the argument that has the payload. Names differ between
+# torch 2.11 and 2.14: a version has some of those that are in one line.
+_GROUP_METHODS: dict[str, tuple[str, int]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
+    **dict.fromkeys(("reduce",), ("reduce", 0)),
+    **dict.fromkeys(("broadcast",), ("broadcast", 0)),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"), ("all_gather", 1)),
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_single_coalesced"), ("all_gather", 1)),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), ("all_to_all", 1)),
+    **dict.fromkeys(("gather",), ("gather", 1)),
+    **dict.fromkeys(("scatter",), ("scatter", 0)),
+    **dict.fromkeys(("send",), ("send", 0)),
+    **dict.fromkeys(("recv", "recv_anysource"), ("recv", 0)),
+    **dict.fromkeys(("barrier", "monitored_barrier"), ("barrier", 0)),
+}
+_group_watchers: list[Callable[[Any, str, Any], None]] = []
+_group_methods: dict[str, Any] = {}  # what was replaced
+
+
+def watch_process_groups(watcher: Callable[[Any, str, Any], None]) -> None:
+    """Call `watcher(group, kind, payload)` before each collective or message that Python issues, on its thread.
+
+    Replaces methods of `torch.distributed.ProcessGroup`, through which all functions of `torch.distributed` go, as long
+    as anything watches. Collectives that C++ issues by itself are not seen.
+    """
+    _group_watchers.append(watcher)
+    if len(_group_watchers) == 1:
+        for name, (kind, place) in _GROUP_METHODS.items():
+            if name in vars(dist.ProcessGroup):
+                _group_methods[name] = vars(dist.ProcessGroup)[name]
+                setattr(dist.ProcessGroup, name, _watched_method(_group_methods[name], kind, place))
+
+
+def unwatch_process_groups(watcher: Callable[[Any, str, Any], None]) -> None:
+    """Undo `watch_process_groups`; does nothing where it was not called."""
+    if watcher in _group_watchers:
+        _group_watchers.remove(watcher)
+        if not _group_watchers:
+            for name, method in _group_methods.items():
+                setattr(dist.ProcessGroup, name, method)
+            _group_methods.clear()
+
+
+def _watched_method(method: Any, kind: str, place: int) -> Any:
+    bound = method.__get__(None, dist.ProcessGroup)
+
+    def watched(group: Any, *args: Any, **kwargs: Any) -> Any:
+        payload = args[place] if place < len(args) else None
+        for watcher in _group_watchers:
+            watcher(group, kind, payload)
+        return bound(group, *args, **kwargs)
+
+    return watched
+
+
+def ddp_buckets(module: Any) -> list[int] | None:
+    """Bytes of each bucket that DDP's reducer sums by itself; None where a hook of Python's sums them.
+
+    Private in torch 2.11 - 2.14. The sizes are known after the first backward, and change once, after the second.
+    """
+    if module._comm_hooks:
+        return None
+    found = module._get_ddp_logging_data()
+    return [int(size) for size in (found.get("rebuilt_bucket_sizes") or found["bucket_sizes"]).split(",")]
+
+
 def device_for_numbers(group: Any, device: torch.device | None) -> torch.device:
     """Where a few numbers of the host are summed over `group`: there if the group communicates there, else `device`."""
     kinds = (group or dist.distributed_c10d._get_default_group())._device_types

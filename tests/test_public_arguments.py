@@ -84,6 +84,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "BigModelStrategy.cluster_environment": (type(None),),
     "BigModelStrategy.checkpoint_io": (type(None),),
     "BigModelStrategy.precision_plugin": (type(None),),
+    "CommunicationMonitor.drift_every_num_steps": (int, type(None)),
+    "CommunicationMonitor.print_table": (bool,),
     "DGC.sparsity": (int, float),
     "DGC.warmup_steps": (int,),
     "DGC.warmup_epochs": (int,),
