@@ -96,7 +96,7 @@ class Clock(Callback):
             self.ended = (time.perf_counter(), sent_bytes())
 
 
-def work(name: str, batch_size: int, output: Path) -> None:
+def work(name: str, batch_size: int, width: int, output: Path) -> None:
     """One rank of one side."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -115,7 +115,7 @@ def work(name: str, batch_size: int, output: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Layers()
+    model = Layers(width)
     data = TensorDataset(torch.randn(_HOSTS * batch_size * num_steps, model.layers[0].in_features))  # type: ignore[arg-type]
     trainer.fit(model, DataLoader(data, batch_size=batch_size))
     (begin, before), (end, after) = clock.begun, clock.ended
@@ -127,7 +127,7 @@ def work(name: str, batch_size: int, output: Path) -> None:
     (output / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def measure(name: str, hosts: Any, batch_size: int) -> dict[str, float]:
+def measure(name: str, hosts: Any, batch_size: int, width: int) -> dict[str, float]:
     """Start one side on all hosts and wait for it; seconds of the slowest rank, bytes of the one that sent most."""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -148,6 +148,7 @@ def measure(name: str, hosts: Any, batch_size: int) -> dict[str, float]:
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # these hosts have no names, of which torch would warn
             }
             own = [sys.executable, __file__, "--work", name, "--output", folder, "--batch-size", str(batch_size)]
+            own += ["--width", str(width)]
             command = ["ip", "netns", "exec", host, *own]
             processes.append(subprocess.Popen(command, env=environment))
         codes = [process.wait() for process in processes]
@@ -164,11 +165,12 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4, help="of a rank")
+    parser.add_argument("--width", type=int, default=1024, help="of the ten layers")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
-        work(given.work, given.batch_size, given.output)
+        work(given.work, given.batch_size, given.width, given.output)
         return
     print(
         f"{datetime.date.today()}, {os.cpu_count()} x {platform.processor() or platform.machine()}, load "
@@ -182,7 +184,7 @@ def main() -> None:
         with linked_hosts(_HOSTS, None if rate == "none" else rate) as hosts:
             for _ in range(given.rounds):
                 for name in given.sides:
-                    found[name].append(measure(name, hosts, given.batch_size))
+                    found[name].append(measure(name, hosts, given.batch_size, given.width))
         medians = {
             name: {key: statistics.median(run[key] for run in runs) for key in ("seconds", "bytes")}
             for name, runs in found.items()

@@ -246,3 +246,20 @@ def test_a_short_name_trains_to_the_numbers_of_one_process(strategy, batch_size,
     assert len(expected) == 4
     for found in run_ranks(losses, 2, strategy, 2, batch_size, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+_SYNC = "--trainer.strategy.init_args.replica_sync"
+
+
+def test_ways_to_agree_are_named_in_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    """A class that YAML cannot build, or a typo that is taken."""
+    plain = ["--trainer.strategy.init_args.pipeline_parallel_size=1", "--trainer.strategy.init_args.blocks=auto"]
+    found = cli(*plain, f"{_SYNC}=lightning_bigmodel.DGC", f"{_SYNC}.sparsity=0.99", f"{_SYNC}.exempt=['head.*']")
+    assert found.trainer.strategy._replica_sync.densities == [0.01]  # type: ignore[attr-defined]
+    options = f"{_SYNC}.outer_options={{'lr': 0.5}}"
+    found = cli(*plain, f"{_SYNC}=lightning_bigmodel.DiLoCo", f"{_SYNC}.period=20", options)
+    assert found.trainer.strategy._replica_sync.period == 20  # type: ignore[attr-defined]
+    said = refused(capsys, *plain, f"{_SYNC}=lightning_bigmodel.LocalSGD", f"{_SYNC}.perod=4")
+    assert "perod" in said
+    found = cli("--trainer.strategy=lightning_bigmodel.LocalSGDStrategy", "--trainer.strategy.init_args.period=4")
+    assert found.trainer.strategy._replica_sync.period == 4  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""Replicas that send less: the example on real data runs, and the benchmark's hosts send what it says."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize(("task", "num_syncs"), [("digits", 2), ("text", 3)])
+def test_the_example_writes_a_curve_for_each_way_to_agree(task: str, num_syncs: int, tmp_path: Path) -> None:
+    """A class that has moved, or curves that are not those of the run."""
+    script = str(_EXAMPLES / "slow_networks" / "train.py")
+    said = _run(script, task, "--seeds=1", "--max-steps=4", f"--output={tmp_path}")
+    rows = list(csv.DictReader((tmp_path / f"{task}.csv").open()))
+    assert len({row["sync"] for row in rows}) == num_syncs
+    assert {row["step"] for row in rows} == {"4"}
+    assert said.count("| `") == num_syncs
+
+
+def test_the_kept_curves_are_as_good_as_dense_ones() -> None:
+    """Results that were kept although they miss what the README says of them."""
+    ends: dict[str, dict[str, list[float]]] = {}
+    for task, metric in (("digits", "val_accuracy"), ("text", "val_loss")):
+        for row in csv.DictReader((_EXAMPLES / "slow_networks" / f"{task}.csv").open()):
+            last = ends.setdefault(row["sync"] + task, {})
+            last.setdefault(row["seed"], []).append(float(row[metric]))
+    mean = {name: sum(curve[-1] for curve in seeds.values()) / len(seeds) for name, seeds in ends.items()}
+    assert mean["DGC(sparsity=0.999)digits"] > mean["AllReducedigits"] - 0.005
+    for name in ("LocalSGD(period=8)", "DiLoCo(period=50)"):
+        assert mean[f"{name}text"] < 1.02 * mean["AllReducetext"]
+
+
+def test_a_slow_link_is_spared_what_the_period_says() -> None:
+    """Gradients that are summed all the same, or bytes that are not those of the link."""
+    assert shutil.which("tc") is not None, "this test needs `ip netns` and `tc`: install iproute2, and run as root"
+    script = str(_EXAMPLES / "benchmarks" / "slow_links.py")
+    said = _run(script, "--rates=none", "--width=128", "--sides", "DDPStrategy", "LocalSGD 16")
+    table = [[cell.strip() for cell in line.split("|")] for line in said.splitlines() if line.startswith("| none")]
+    num_bytes = {row[2]: float(row[4]) for row in table}
+    gradient_bytes = 4 * 10 * 128 * 129
+    # In a ring of four, 2 * 3/4 of the gradients; headers besides.
+    assert 1.5 * gradient_bytes < num_bytes["DDPStrategy"] < 1.7 * gradient_bytes
+    assert 12 < num_bytes["DDPStrategy"] / num_bytes["LocalSGD 16"] < 17
