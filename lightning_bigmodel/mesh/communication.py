@@ -79,8 +79,9 @@ class CommunicationCounter:
 
     def __init__(self, axes: Mapping[str, frozenset[int]]) -> None:
         self._axes = sorted(axes.items(), key=lambda item: len(item[1]))
-        self._names: dict[Any, str | None] = {}
-        self._traffic: dict[tuple[str, str], Traffic] = {}
+        # (group, kind) -> calls and bytes: what is done at each call is no more than this.
+        self._seen_calls: dict[tuple[Any, str], list[int]] = {}
+        self._added: dict[tuple[str, str], Traffic] = {}
         self._lock = threading.Lock()  # autograd and savers in the background have threads of their own
         self._is_paused = False
 
@@ -91,7 +92,6 @@ class CommunicationCounter:
     def stop(self) -> None:
         """Count no more. Does nothing twice."""
         _host.unwatch_process_groups(self._seen)
-        self._names.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,29 +113,33 @@ class CommunicationCounter:
     def take(self) -> dict[tuple[str, str], Traffic]:
         """(axis, kind) -> what was counted since the last call."""
         with self._lock:
-            taken, self._traffic = self._traffic, {}
+            seen, self._seen_calls = self._seen_calls, {}
+            taken, self._added = self._added, {}
+        for (group, kind), (calls, num_bytes) in seen.items():
+            if group.size() > 1:
+                key = self._name(group), kind
+                traffic = Traffic(calls, num_bytes, num_bytes * sent_share(kind, group.size()))
+                taken[key] = taken.get(key, Traffic()) + traffic
         return taken
 
     def add(self, axis: str, kind: str, size: int, num_bytes: int, calls: int = 1) -> None:
         """Count what was not seen."""
         traffic = Traffic(calls, num_bytes, num_bytes * sent_share(kind, size))
         with self._lock:
-            self._traffic[axis, kind] = self._traffic.get((axis, kind), Traffic()) + traffic
+            self._added[axis, kind] = self._added.get((axis, kind), Traffic()) + traffic
 
     def _seen(self, group: Any, kind: str, tensors: Any) -> None:
         if self._is_paused:
             return
-        name = self._names[group] if group in self._names else self._name(group)
-        if name is not None:
-            self.add(name, kind, group.size(), _num_bytes(tensors))
+        num_bytes = _num_bytes(tensors)
+        with self._lock:
+            counts = self._seen_calls.setdefault((group, kind), [0, 0])
+            counts[0] += 1
+            counts[1] += num_bytes
 
-    def _name(self, group: Any) -> str | None:
-        name: str | None = None
-        if group.size() > 1:
-            ranks = set(dist.get_process_group_ranks(group))
-            name = next((name for name, members in self._axes if ranks <= members), "other")
-        self._names[group] = name
-        return name
+    def _name(self, group: Any) -> str:
+        ranks = set(dist.get_process_group_ranks(group))
+        return next((name for name, members in self._axes if ranks <= members), "other")
 
 
 def _num_bytes(tensors: Any) -> int:
