@@ -67,6 +67,8 @@ def sampled(rule: SampledThreshold) -> Select:
         places = np.flatnonzero(importance >= threshold)
         if places.size > rule.upper_bound * wanted:
             places = places[exactly(importance[places], wanted, 0)]
+        if places.size < rule.lower_bound * wanted:
+            places = exactly(importance, wanted, 0)
         return places
 
     return select
@@ -148,7 +150,7 @@ def case(sparsity_at: Callable[[int], float] = lambda step: 0.9, **changes: Any)
 
 _WARMUP = [0.5, 0.75]
 _LOOSE = SampledThreshold(sample_ratio=0.05, strided=False, resample=False, lower_bound=0.95, upper_bound=1.05)
-_FEW = SampledThreshold(sample_ratio=0.02, resample=False, max_adaptations=1, lower_bound=0.99, upper_bound=1.01)
+_FEW = SampledThreshold(sample_ratio=0.02, resample=False, max_adaptations=1, lower_bound=0.9, upper_bound=1.2)
 CASES = {
     "plain": case(),
     "nesterov": case(optimizer={"nesterov": True}),
