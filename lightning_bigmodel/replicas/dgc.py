@@ -27,7 +27,8 @@ class DGC(SparsifiedSync):
     default each replica sends about 0.2 % of the bytes of its gradients. Not for fast links (NVLink, InfiniBand), where
     selecting costs more than sending; not for many replicas (what is gathered grows with their number; a warning says
     when it is more than dense gradients would be); not for Adam, for which there is no theory: see
-    `TopKErrorFeedback`. Not together with stages 2 and 3 of ZeRO, which have no whole gradient before they reduce.
+    `TopKErrorFeedback`. Not among ranks that shard one model, which have no gradient of their own; between replicas
+    that are sharded each rank compresses its rows.
 
     On replica k of N, with contribution c_k (contributions add up to the gradient of the mean loss), momentum m, weight
     decay l and weights w, for each tensor, elementwise::
