@@ -27,7 +27,8 @@ class DGC(SparsifiedSync):
     default each replica sends about 0.2 % of the bytes of its gradients. Not for fast links (NVLink, InfiniBand), where
     selecting costs more than sending; not for many replicas (what is gathered grows with their number; a warning says
     when it is more than dense gradients would be); not for Adam, for which there is no theory: see
-    `TopKErrorFeedback`. Not together with stages 2 and 3 of ZeRO, which have no whole gradient before they reduce.
+    `TopKErrorFeedback`. Not among ranks that shard one model, which have no gradient of their own; between replicas
+    that are sharded each rank compresses its rows.
 
     On replica k of N, with contribution c_k (contributions add up to the gradient of the mean loss), momentum m, weight
     decay l and weights w, for each tensor, elementwise::
@@ -189,11 +190,11 @@ class DGC(SparsifiedSync):
                 continue  # it has momentum and weight decay already
             options, value = gradient.options, gradient.value
             corrected = value.to(wide_type(value.dtype))
-            if options["weight_decay"]:
+            if options.get("weight_decay"):
                 corrected.add_(gradient.parameter, alpha=options["weight_decay"])
-            if options["momentum"]:
+            if options.get("momentum"):
                 velocity = kept_of(self._velocities, gradient).mul_(options["momentum"]).add_(corrected)
-                if options["nesterov"]:
+                if options.get("nesterov"):
                     corrected.add_(velocity, alpha=options["momentum"])
                 else:
                     corrected = velocity
@@ -214,14 +215,14 @@ class DGC(SparsifiedSync):
         options, value = gradient.options, gradient.value
         residual = kept_of(self._residuals, gradient)
         corrected = value.to(residual.dtype)
-        if options["weight_decay"]:
+        if options.get("weight_decay"):
             corrected.add_(gradient.parameter, alpha=options["weight_decay"] / self.replicas.size)
-        if not options["momentum"]:
+        if not options.get("momentum"):
             residual.add_(corrected)
             return
         velocity = kept_of(self._velocities, gradient)
         torch.add(corrected, velocity, alpha=options["momentum"], out=velocity)
-        if options["nesterov"]:
+        if options.get("nesterov"):
             residual.add_(corrected).add_(velocity, alpha=options["momentum"])
         else:
             residual.add_(velocity)

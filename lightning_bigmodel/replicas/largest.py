@@ -28,7 +28,8 @@ class SampledThreshold:
         strided: Sample at equal distances from a random start; False draws each place.
         upper_bound: Times the wanted number that are still taken.
         lower_bound: Times the wanted number below which the threshold is lowered by this factor.
-        max_adaptations: How often the threshold may be changed.
+        max_adaptations: How often the threshold may be changed; if it selects too many or too few even then, exactly
+            the wanted number is taken.
         resample: Where too many lie above the threshold, take the largest of those; False raises the threshold by
             `upper_bound`, until `max_adaptations`.
 
@@ -78,20 +79,23 @@ class SampledThreshold:
         sample = self._sample(importance, wanted, seed)
         count = max(1, math.ceil(sample.numel() * wanted / importance.numel() - 1e-9))
         # Zeros are nothing to send, and where most elements are zeros the sampled threshold is zero.
-        threshold = sample.topk(count, sorted=False).values.min().clamp_min(torch.finfo(importance.dtype).tiny)
+        tiny = torch.finfo(importance.dtype).tiny
+        threshold = sample.topk(count, sorted=False).values.min().clamp_min(tiny)
         indices = _reaching(importance, threshold)
         for _ in range(self.max_adaptations):
             if indices.numel() > self.upper_bound * wanted:
                 if self.resample:
                     break
                 threshold = threshold * self.upper_bound
-            elif indices.numel() < self.lower_bound * wanted and threshold > torch.finfo(importance.dtype).tiny:
-                threshold = (threshold * self.lower_bound).clamp_min(torch.finfo(importance.dtype).tiny)
+            elif indices.numel() < self.lower_bound * wanted and threshold > tiny:
+                threshold = (threshold * self.lower_bound).clamp_min(tiny)
             else:
                 break
             indices = _reaching(importance, threshold)
         if indices.numel() > self.upper_bound * wanted:
-            indices = indices[importance[indices].topk(wanted, sorted=False).indices]
+            return indices[importance[indices].topk(wanted, sorted=False).indices]
+        if indices.numel() < self.lower_bound * wanted and threshold > tiny:
+            return _exactly(importance, wanted)
         return indices
 
     def _sample(self, importance: Tensor, wanted: int, seed: int) -> Tensor:
@@ -115,7 +119,7 @@ def num_largest(num_elements: int, density: float) -> int:
 
 
 def largest_elements(values: Tensor, density: float, threshold: SampledThreshold | None, seed: int) -> Tensor:
-    """Indices of the elements with the largest absolute value.
+    """Indices of the elements with the largest absolute value; never of zeros, which are nothing to send.
 
     NaN counts as largest: it is sent, and shows on all replicas, instead of staying where nobody sees it.
 
@@ -128,8 +132,13 @@ def largest_elements(values: Tensor, density: float, threshold: SampledThreshold
     importance = values.abs()
     wanted = num_largest(values.numel(), density)
     if threshold is None or wanted == values.numel():
-        return importance.topk(wanted, sorted=False).indices
+        return _exactly(importance, wanted)
     return threshold.select(importance, wanted, seed)
+
+
+def _exactly(importance: Tensor, wanted: int) -> Tensor:
+    places = importance.topk(wanted, sorted=False).indices
+    return places[importance[places] != 0]
 
 
 def _reaching(importance: Tensor, threshold: Tensor) -> Tensor:

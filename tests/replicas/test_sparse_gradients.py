@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bigmodel import DGC
+from lightning_bigmodel import DGC, SampledThreshold
+from lightning_bigmodel.replicas.largest import largest_elements
 from lightning_bigmodel.replicas.sync import NamedGradient, StepProgress
 from lightning_bigmodel.testing import CollectiveCounter, run_ranks
 from tests.replicas.sync_runs import one_of, replicas_of
@@ -64,40 +65,49 @@ def test_half_precision_keeps_what_is_too_large_for_it() -> None:
         assert total[2] == pytest.approx(6e5)
 
 
-def _selections(threshold: str) -> list[tuple[int, int, bool]]:
-    """How many were sent of each kind of tensor, what was asked for, and whether the NaN was."""
-    found = []
-    for kind in ("zeros", "one row", "ties", "steep", "nan"):
-        numbers = torch.Generator().manual_seed(1)
-        value = torch.randn(200, 200, generator=numbers)
-        if kind == "zeros":
-            value.zero_()
-        elif kind == "one row":
-            value[1:] = 0
-        elif kind == "ties":
-            value.fill_(0.5)
-        elif kind == "steep":
-            value = value.pow(9)
-        else:
-            value[3, 3] = torch.nan
-        sync = DGC(0.99, min_numel=1, threshold=threshold)  # type: ignore[arg-type]
-        parameter = torch.zeros(200, 200)
-        options = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
-        sync.begin(one_of(1), {"w": value})
-        sync.reduce([NamedGradient(name="w", value=value, parameter=parameter, options=options)], StepProgress())
-        found.append((int(value.count_nonzero()), 400, bool(value.isnan().any())))
-    return found
+def _tensor(kind: str) -> torch.Tensor:
+    value = torch.randn(200, 200, generator=torch.Generator().manual_seed(1))
+    if kind == "zeros":
+        return value.zero_()
+    if kind == "one row":
+        value[1:] = 0
+    elif kind == "flat":
+        value.fill_(0.5)
+    elif kind == "steep":
+        value = value.pow(9)
+    elif kind == "with NaN":
+        value[3, 3] = torch.nan
+    return value
 
 
-@pytest.mark.parametrize("threshold", ["sampled", "exact"])
-def test_numbers_sent_lie_within_the_bounds(threshold: str) -> None:
+@pytest.mark.parametrize("threshold", [SampledThreshold(), SampledThreshold(strided=False, resample=False), None])
+@pytest.mark.parametrize(
+    ("kind", "least", "most"),
+    [("zeros", 0, 0), ("one row", 1, 200), ("flat", 320, 520), ("steep", 320, 520), ("with NaN", 320, 520)],
+)
+def test_numbers_sent_lie_within_the_bounds(
+    kind: str, least: int, most: int, threshold: SampledThreshold | None
+) -> None:
     """Zeros sent because the threshold is 0, all of a tensor because it is flat; a NaN that is kept back."""
-    zeros, row, ties, steep, nan = _selections(threshold)
-    assert zeros[0] == 0
-    assert 0 < row[0] <= 200
-    for number, wanted, _ in (ties, steep, nan):
-        assert 0.8 * wanted <= number <= 1.3 * wanted
-    assert [each[2] for each in (zeros, row, ties, steep, nan)] == [False, False, False, False, True]
+    value = _tensor(kind).view(-1)
+    places = largest_elements(value, 0.01, threshold, seed=3)
+    assert least <= places.numel() <= most
+    assert places.unique().numel() == places.numel()
+    assert bool(value[places].isnan().any()) == (kind == "with NaN")
+    assert not (value[places] == 0).any()
+
+
+def _seen() -> torch.Tensor:
+    sync = DGC(0.99, min_numel=1)
+    value = _tensor("with NaN") if dist.get_rank() == 0 else _tensor("zeros")
+    sync.begin(replicas_of(), {"w": torch.zeros(200, 200)})
+    sync.reduce([NamedGradient(name="w", value=value, parameter=value, options={})], StepProgress())
+    return value
+
+
+def test_a_nan_reaches_all_replicas() -> None:
+    """A replica that broke, and goes on in silence with elements that never change again."""
+    assert [int(value.isnan().sum()) for value in run_ranks(_seen, 2)] == [1, 1]
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
