@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.callbacks.noise_scale import GradientNoiseScale
     from lightning_bigmodel.callbacks.precision_audit import PrecisionAudit
     from lightning_bigmodel.callbacks.preemption import PreemptionCheckpoint
+    from lightning_bigmodel.callbacks.quantize import Quantize
     from lightning_bigmodel.callbacks.recompute import Recompute
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
@@ -74,6 +75,7 @@ __all__ = [
     "PowerSGD",
     "PrecisionAudit",
     "PreemptionCheckpoint",
+    "Quantize",
     "Recompute",
     "SampledThreshold",
     "Selective",
@@ -109,6 +111,7 @@ _HOMES = {
     "PowerSGD": "lightning_bigmodel.replicas.power_sgd",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
+    "Quantize": "lightning_bigmodel.callbacks.quantize",
     "Recompute": "lightning_bigmodel.callbacks.recompute",
     "SampledThreshold": "lightning_bigmodel.replicas.largest",
     "Selective": "lightning_bigmodel.recompute.selective",

@@ -87,6 +87,7 @@ __all__ = [
     "unfollow_finetuning",
     "unfollow_toggles",
     "use_own_precision",
+    "without_modes",
 ]
 
 
@@ -338,6 +339,15 @@ def is_of_parameter(tensor: torch.Tensor) -> bool:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks on the gradient of `tensor` are registered."""
     return bool(tensor._backward_hooks)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Within, tensors are real though a `FakeTensorMode` or another dispatch mode is on (torch 2.11 - 2.14)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

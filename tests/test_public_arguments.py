@@ -155,6 +155,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "PreemptionCheckpoint.signals": (list, tuple),
     "PreemptionCheckpoint.dirpath": (str, type(None)),
     "PreemptionCheckpoint.filename": (str,),
+    "Quantize.targets": (list, tuple),
+    "Quantize.bits": (),
+    "Quantize.double_quantization": (bool, type(None)),
     "SampledThreshold.sample_ratio": (int, float),
     "SampledThreshold.strided": (bool,),
     "SampledThreshold.upper_bound": (int, float),
@@ -193,6 +196,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "BigModelStrategy": {"zero_stage": 3},
     "LocalSGD.ranks_inside": {"inside_period": 4},
     "LoRA": {"targets": ["layer"]},
+    "Quantize": {"targets": ["layer"]},
     "OffloadPolicy": {"kind": "disk", "path": "/tmp"},
 }
 WRONG = ["2", None, ["sqrt"], {"a": 1}, {1}, (1,), 2, 0.5, True, b"x", 1j, int, object()]

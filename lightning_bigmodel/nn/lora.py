@@ -172,6 +172,10 @@ def _also_trained(root: nn.Module, patterns: Sequence[str]) -> set[int]:
             raise ValueError(
                 f"`also_train` has {pattern!r}, which matches no module or parameter. There are {list(modules)[:10]}."
             )
+        if not all(parameter.is_floating_point() for parameter in matched):
+            raise ValueError(
+                f"`also_train` has {pattern!r}, whose weight is quantised and cannot be trained. Leave it out."
+            )
         found |= {id(parameter) for parameter in matched}
     return found
 

@@ -279,9 +279,7 @@ def _attributes(
 
 def _features(target: Target, *, of_output: bool) -> int:
     layer = _layer(target)
-    weight = target.owner.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[layer.out_dim if of_output else layer.in_dim]
+    return int(getattr(target.owner, layer.out_attribute if of_output else layer.in_attribute))
 
 
 def _slices(
@@ -300,9 +298,11 @@ def _slices(
         layer = _layer(target)
         is_column = target.style.name.startswith("colwise")
         for own, parameter in target.owner._parameters.items():
-            dim = _cut_dim(own, layer, is_column=is_column)
+            dim = None if parameter is None else _cut_dim(own, parameter, layer, is_column=is_column)
             if parameter is None or dim is None:
                 continue
+            if own.startswith("weight"):
+                _check_blocks(target, parameter, size, is_column=is_column)
             widths = parts.get(id(target.owner), (parameter.shape[dim],))
             for width in widths:
                 if width % size:
@@ -333,7 +333,7 @@ def _slices(
     return list(slices.values())
 
 
-def _cut_dim(own: str, layer: Layer, *, is_column: bool) -> int | None:
+def _cut_dim(own: str, parameter: Tensor, layer: Layer, *, is_column: bool) -> int | None:
     """The dimension along which a parameter of a layer is cut, or None if it stays whole.
 
     The matrices of a low-rank adapter, `lora_A` of shape (rank, inputs) and `lora_B` of shape (outputs, rank), go with
@@ -343,7 +343,31 @@ def _cut_dim(own: str, layer: Layer, *, is_column: bool) -> int | None:
         return 0 if is_column else None
     if own in _ADAPTER:
         return {("lora_B", True): 0, ("lora_A", False): 1}.get((own, is_column))
+    if own == "weight_scales" and not is_column:  # of a quantised layer, one a row or one a block
+        return 1 if parameter.dim() > 1 else None
     return layer.out_dim if is_column else layer.in_dim
+
+
+def _check_blocks(target: Target, parameter: Tensor, size: int, *, is_column: bool) -> None:
+    """Refuse to cut a quantised layer within blocks of one scale."""
+    block = getattr(target.owner, "block_size", None)
+    if block is None:
+        return
+    width = _features(target, of_output=False)
+    share = width if is_column else width / size
+    if share % block:
+        raise _cannot(
+            target,
+            f"its weight is quantised in blocks of {block} elements along its {width} inputs, which "
+            f"{'rows' if is_column else f'`tensor_parallel_size={size}`'} would cut. Leave it out of the plan (write "
+            "`replicate`), or out of `Quantize`",
+        )
+    if "weight_scales_scale" in target.owner._parameters:
+        raise _cannot(
+            target,
+            "its scales are quantised in runs that do not end where it is cut. Let the `Quantize` callback convert it, "
+            "or give `double_quantization=False`",
+        )
 
 
 def _partial(targets: list[Target], is_sequence: bool) -> list[nn.Parameter]:

@@ -83,7 +83,8 @@ def layer_of(module: nn.Module) -> Layer | None:
 
     A subclass with a forward of its own may use its weight in any way, and is none of them.
     """
-    if type(module).forward is nn.Linear.forward:
+    # A layer of `nn.quantized`: its rows and columns are those of the codes.
+    if type(module).forward is nn.Linear.forward or hasattr(module, "dequantized_weight"):
         return _LINEAR
     if type(module).forward is nn.Embedding.forward:
         return _EMBEDDING

@@ -320,6 +320,11 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         return self._num_microbatches
 
     @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks each layer of a plan is split over."""
+        return self._tensor_parallel_size
+
+    @property
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin

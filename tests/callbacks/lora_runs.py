@@ -107,6 +107,7 @@ def fit(
     settings: dict[str, Any],
     options: dict[str, Any] | None = None,
     *,
+    kind: type[Tuned] = Tuned,
     max_epochs: int = 1,
     save: str | None = None,
     resume: str | None = None,
@@ -118,11 +119,12 @@ def fit(
         devices: Ranks.
         settings: Of the strategy.
         options: Of the module.
+        kind: Its class.
         max_epochs: Of two batches each.
         save: Where to save at the end.
         resume: What to go on from.
     """
-    module, count = Tuned(**(options or {})), CountStep()
+    module, count = kind(**(options or {})), CountStep()
     model_size = settings.get("pipeline_parallel_size", 1) * settings.get("tensor_parallel_size", 1)
     fitted = trainer(BigModelStrategy(**settings), devices, max_epochs=max_epochs, callbacks=[*callbacks, count])
     fitted.fit(module, batches(16, 8 * model_size // devices), ckpt_path=resume)
