@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.recompute.full import Full
+    from lightning_bigmodel.recompute.offload import Offload
     from lightning_bigmodel.recompute.selective import Selective
     from lightning_bigmodel.recompute.square_root import SquareRoot
     from lightning_bigmodel.sharding.offload import OffloadPolicy
@@ -39,6 +40,7 @@ __all__ = [
     "ExponentialMovingAverage",
     "Full",
     "GradientNoiseScale",
+    "Offload",
     "OffloadPolicy",
     "PrecisionAudit",
     "PreemptionCheckpoint",
@@ -58,6 +60,7 @@ _HOMES = {
     "ExponentialMovingAverage": "lightning_bigmodel.callbacks.ema",
     "Full": "lightning_bigmodel.recompute.full",
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
+    "Offload": "lightning_bigmodel.recompute.offload",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
