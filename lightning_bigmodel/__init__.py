@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.token_weight import TokenWeight
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.recompute.full import Full
+    from lightning_bigmodel.recompute.offload import Offload
     from lightning_bigmodel.recompute.selective import Selective
     from lightning_bigmodel.recompute.square_root import SquareRoot
     from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
@@ -71,6 +72,7 @@ __all__ = [
     "LoRA",
     "LocalSGD",
     "LocalSGDStrategy",
+    "Offload",
     "OffloadPolicy",
     "PowerSGD",
     "PrecisionAudit",
@@ -107,6 +109,7 @@ _HOMES = {
     "LoRA": "lightning_bigmodel.callbacks.lora",
     "LocalSGD": "lightning_bigmodel.replicas.local_sgd",
     "LocalSGDStrategy": "lightning_bigmodel.strategies.presets",
+    "Offload": "lightning_bigmodel.recompute.offload",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PowerSGD": "lightning_bigmodel.replicas.power_sgd",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",

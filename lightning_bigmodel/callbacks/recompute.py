@@ -32,7 +32,7 @@ class Recompute(Callback):
     Key-value caches of transformers are left out of calls, as they do it themselves.
 
     Args:
-        policy: `Full()`, `SquareRoot()` or `Selective(...)`. Default: `Full()`.
+        policy: `Full()`, `SquareRoot()`, `Selective(...)` or `Offload(...)`. Default: `Full()`.
         blocks: `"auto"`: the model's repeated modules; or names or patterns of modules.
 
     Raises:

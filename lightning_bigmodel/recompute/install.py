@@ -35,14 +35,21 @@ class TreatedBlocks:
 
     def treat(self, treatments: Sequence[Treatment | None]) -> None:
         """Change what is done, between steps."""
+        self._give_up()
         for forward, treatment in zip(self._forwards, treatments, strict=True):
             forward.treatment = treatment
 
     def close(self) -> None:
         """Give the blocks their own `forward` back."""
+        self._give_up()
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
+
+    def _give_up(self) -> None:
+        for forward in self._forwards:
+            if forward.treatment is not None:
+                forward.treatment.close()
 
 
 class _Forward:
