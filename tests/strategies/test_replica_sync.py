@@ -111,9 +111,12 @@ def test_evaluation_sees_the_mean_and_replicas_go_on_as_they_were() -> None:
         assert_close(rank["weights"], expected.named_parameters())
 
 
-@pytest.mark.parametrize("layout", ["replicas", "zero1", "pipe"])
-@pytest.mark.parametrize("sync", SYNCS)
-def test_a_resumed_run_is_the_same_run(layout: str, sync: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sync", "layout"),
+    [(sync, "replicas") for sync in SYNCS]
+    + [(sync, layout) for sync in ("dgc", "local_sgd", "streaming_diloco") for layout in ("zero1", "pipe")],
+)
+def test_a_resumed_run_is_the_same_run(sync: str, layout: str, tmp_path: Path) -> None:
     """What replicas keep for later steps, their own weights or their own moments that are not in the checkpoint."""
     devices = LAYOUTS[layout][1]
     path = str(tmp_path / "saved")
