@@ -168,7 +168,7 @@ class QuantizedMean(MeanUnderWay):
             return
         self._wait()
         parts = self._received.view(self.size, -1)
-        weights = parts[:, -_WEIGHT_BYTES:].contiguous().view(torch.float64)  # of shape (size, 1)
+        weights = torch.cat([part[-_WEIGHT_BYTES:] for part in parts]).view(torch.float64)[:, None]
         values = torch.stack([_unpack(part[:-_WEIGHT_BYTES], self._kind, self._dtype) for part in parts])
         mean = (values * weights.to(self._dtype)).sum(0) / weights.sum().to(self._dtype)
         self._sent = _pack(mean, self._kind)

@@ -283,6 +283,23 @@ def test_what_is_not_finite_is_not_hidden(kind: str | None) -> None:
     assert run_ranks(_broken, 2, kind) == [[[False, True]] * 2] * 2
 
 
+def _alone(kinds: list[str | None]) -> list[list[torch.Tensor]]:
+    found = []
+    for kind in kinds:
+        mean = DenseMean(None, 1) if kind is None else QuantizedMean(None, 1, kind)
+        mean.start([torch.arange(200.0), torch.tensor(-7.0)], 3.0)
+        found.append(mean.result())
+    return found
+
+
+def test_one_replica_is_its_own_mean() -> None:
+    """Bytes that lie where numbers of 8 bytes cannot."""
+    ((dense, int8, float8),) = run_ranks(_alone, 1, [None, "int8", "float8"])
+    for found, tolerance in ((dense, 1e-6), (int8, 2.0), (float8, 16.0)):
+        torch.testing.assert_close(found[0], torch.arange(200.0), rtol=0, atol=tolerance)
+        torch.testing.assert_close(found[1], torch.tensor(-7.0), rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_quantising_is_within_half_a_step(kind: str) -> None:
     """Blocks of zeros, of tiny and of huge values."""
