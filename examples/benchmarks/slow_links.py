@@ -51,13 +51,13 @@ class Side:
 
 
 SIDES: dict[str, Side] = {
-    "DDPStrategy": Side(warmup=1, steps=4),
-    "AllReduce": Side(warmup=1, steps=4, sync=lambda: AllReduce()),
-    "AllReduce bf16": Side(warmup=1, steps=4, sync=lambda: AllReduce(dtype="bfloat16")),
+    "DDPStrategy": Side(warmup=1, steps=3),
+    "AllReduce": Side(warmup=1, steps=3, sync=lambda: AllReduce()),
+    "AllReduce bf16": Side(warmup=1, steps=3, sync=lambda: AllReduce(dtype="bfloat16")),
     "PowerSGD rank 4": Side(warmup=4, steps=20, sync=lambda: PowerSGD(rank=4, begin_step=2)),
-    "DGC 99.9 %": Side(warmup=4, steps=40, sync=lambda: DGC(sparsity=0.999)),
-    "LocalSGD 16": Side(warmup=16, steps=48, sync=lambda: LocalSGD(period=16)),
-    "DiLoCo 50": Side(warmup=50, steps=100, sync=lambda: DiLoCo(period=50)),
+    "DGC 99.9 %": Side(warmup=4, steps=20, sync=lambda: DGC(sparsity=0.999)),
+    "LocalSGD 16": Side(warmup=16, steps=32, sync=lambda: LocalSGD(period=16)),
+    "DiLoCo 50": Side(warmup=50, steps=50, sync=lambda: DiLoCo(period=50)),
 }
 
 
@@ -185,6 +185,7 @@ def main() -> None:
             for _ in range(given.rounds):
                 for name in given.sides:
                     found[name].append(measure(name, hosts, given.batch_size, given.width))
+                    print(f"{rate}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
         medians = {
             name: {key: statistics.median(run[key] for run in runs) for key in ("seconds", "bytes")}
             for name, runs in found.items()
