@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_bigmodel.mesh import build_replica_levels
 from lightning_bigmodel.pipeline.gradient_watch import square_sums
+from lightning_bigmodel.replicas.averaging import sum_numbers
 from lightning_bigmodel.replicas.dense import AllReduce
 from lightning_bigmodel.replicas.optimizer_state import average_optimizer_state
 from lightning_bigmodel.replicas.sync import (
@@ -181,6 +182,14 @@ class ReplicaSyncing(LossScaling):
         ):
             self._losses.append((weight, loss.detach()))
 
+    def _loss_of_replica(self) -> float:
+        """The mean loss of this step's batches; the same number on all ranks of a replica. Collective over its shards."""
+        weighed = [weight * float(loss) for weight, loss in self._losses]
+        sums = [sum(weighed), sum(weight for weight, _ in self._losses)]
+        if self.mesh.layout.data_shard > 1:
+            sums = sum_numbers(sums, self.mesh.device_mesh.get_group("data_shard"), self.root_device)
+        return sums[0] / sums[1] if sums[1] else float("nan")
+
     def _before_replica_step(self, optimizer: Any) -> None:
         """Gradients are complete."""
         if not self._is_syncing:
@@ -195,12 +204,10 @@ class ReplicaSyncing(LossScaling):
         if not self._is_syncing or not isinstance(sync, ParameterSync):
             return
         assert window is not None
-        losses, self._losses = self._losses, []
-        total = sum(weight for weight, _ in losses)
         progress = StepProgress(
             epoch=self._trainer().current_epoch,
             weight=window.last_weight,
-            loss=sum(weight * float(loss) for weight, loss in losses) / total if total else float("nan"),
+            loss=self._loss_of_replica() if sync.needs_loss else float("nan"),
             learning_rate=float(optimizer.param_groups[0]["lr"]),
         )
         held = self._held_trained()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from lightning_bigmodel import (
     DGC,
@@ -65,8 +66,10 @@ def _with(settings: dict[str, Any], devices: int, make: Any, *args: Any, **optio
 
 def assert_close(found: dict[str, torch.Tensor], expected: Any, tolerance: float = 1e-5) -> None:
     """Every parameter."""
-    assert found.keys() == dict(expected).keys()
-    for name, value in dict(expected).items():
+    wanted = dict(expected)  # once: it may be an iterator
+    assert wanted
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=tolerance, atol=tolerance, msg=name)
 
 
@@ -86,6 +89,62 @@ def test_weights_are_means_of_what_replicas_reach(layout: str, optimizer: str) -
     for rank in run_ranks(_with, devices, settings, devices, functools.partial(LocalSGD, period=4), module):
         assert rank["global_step"] == NUM_STEPS
         assert_close({**dict(expected.named_parameters()), **rank["weights"]}, expected.named_parameters())
+
+
+class Loud(Net):
+    """Each second data rank has a loss that rises to many times that of the others."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """As before, times that."""
+        trainer = self._trainer
+        factor = 1.0 if trainer is None or trainer.global_rank % 2 else 1.0 + 2.0 * trainer.fit_loop.batch_idx
+        return super().loss_of(batch) * factor
+
+
+class Periods(Callback):
+    """What a rank reckons with after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Of adaptive local SGD."""
+        sync: Any = trainer.strategy._replica_sync  # type: ignore[attr-defined]
+        self.seen.append((sync.period, sync._steps_apart))
+
+
+def _periods(layout: str) -> list[tuple[int, int]]:
+    periods = Periods()
+    settings, devices, _ = LAYOUTS[layout]
+    sync = AdaptiveLocalSGD(initial_period=4, max_period=64)
+    train({**settings, "replica_sync": sync}, devices, {"num_batches": [12]}, kind=Loud, callbacks=[periods])
+    return periods.seen
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pipe"])
+def test_all_ranks_have_one_period(layout: str) -> None:
+    """Shards of one replica that each follow the loss of their own batches, and are averaged at different steps."""
+    first, *rest = run_ranks(_periods, LAYOUTS[layout][1], layout)
+    assert len({period for period, _ in first}) > 1
+    assert all(seen == first for seen in rest)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_replica_weighs_what_all_its_shards_have_seen(layout: str) -> None:
+    """Rows that count by the batches of the rank that keeps them: other shares in each part of the model."""
+    settings, devices, _ = LAYOUTS[layout]
+    num_batches = [6, 6, 6, 3]
+    weights = {4: (8.0, 7.0), 6: (4.0, 2.0)}
+    (expected, _) = simulate(
+        2,
+        NUM_STEPS,
+        lambda step, replicas: average(replicas, weights[step]) if step in weights else None,
+        ranks_a_replica=2,
+        num_batches=num_batches,
+    )
+    make = functools.partial(LocalSGD, period=4)
+    for rank in run_ranks(_with, devices, settings, devices, make, {"num_batches": num_batches}):
+        assert_close(rank["weights"], expected.named_parameters())
 
 
 def _seen(period: int) -> dict[str, Any]:
