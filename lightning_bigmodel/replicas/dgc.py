@@ -189,9 +189,9 @@ class DGC(SparsifiedSync):
                 continue  # it has momentum and weight decay already
             options, value = gradient.options, gradient.value
             corrected = value.to(wide_type(value.dtype))
-            if options["weight_decay"]:
+            if options.get("weight_decay"):  # no options at all where no optimizer steps it
                 corrected.add_(gradient.parameter, alpha=options["weight_decay"])
-            if options["momentum"]:
+            if options.get("momentum"):
                 velocity = kept_of(self._velocities, gradient).mul_(options["momentum"]).add_(corrected)
                 if options["nesterov"]:
                     corrected.add_(velocity, alpha=options["momentum"])
@@ -214,9 +214,9 @@ class DGC(SparsifiedSync):
         options, value = gradient.options, gradient.value
         residual = kept_of(self._residuals, gradient)
         corrected = value.to(residual.dtype)
-        if options["weight_decay"]:
+        if options.get("weight_decay"):
             corrected.add_(gradient.parameter, alpha=options["weight_decay"] / self.replicas.size)
-        if not options["momentum"]:
+        if not options.get("momentum"):
             residual.add_(corrected)
             return
         velocity = kept_of(self._velocities, gradient)

@@ -162,6 +162,11 @@ class ParameterSync(ReplicaSync, ABC):
     averages_optimizer_state = False
     """Whether optimizer state is averaged whenever weights are (the caller does it when `after_step` says so)."""
 
+    @property
+    def apart(self) -> Mapping[str, Tensor]:
+        """By name, what may differ between replicas: it has stepped since they agreed on it, even if frozen by now."""
+        return {}
+
     def before_step(self, held: Mapping[str, Tensor]) -> None:
         """The optimizer is about to step. Not collective; weights may be copied here, never changed."""
 

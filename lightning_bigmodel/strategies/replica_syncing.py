@@ -166,12 +166,22 @@ class ReplicaSyncing(LossScaling):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _held_trained(self) -> dict[str, Tensor]:
-        """Name -> what optimizers hold of each parameter that takes gradients; in one order on all replicas."""
+    def _held_owned(self, only_trained: bool = False) -> dict[str, Tensor]:
+        """Name -> what is held of each parameter here; in one order on all replicas."""
         share, sharded = self.engine.share, self._sharded
         assert share is not None
         holder = self.engine.places.holder if sharded is None else sharded.holder
-        return {share.names[id(p)]: holder(p).data for p in share.owned if p.requires_grad}
+        return {share.names[id(p)]: holder(p).data for p in share.owned if p.requires_grad or not only_trained}
+
+    def _held_trained(self) -> dict[str, Tensor]:
+        """What optimizers hold of each parameter that takes gradients."""
+        return self._held_owned(only_trained=True)
+
+    def _held_apart(self) -> dict[str, Tensor]:
+        """What is trained, and what was until it was frozen and replicas have not agreed on since."""
+        assert isinstance(self._replica_sync, ParameterSync)
+        held = self._held_owned()
+        return {name: held[name] for name in {**self._held_trained(), **self._replica_sync.apart}}
 
     def _note_loss(self, weight: float, loss: Tensor | None) -> None:
         if (
@@ -183,7 +193,7 @@ class ReplicaSyncing(LossScaling):
             self._losses.append((weight, loss.detach()))
 
     def _loss_of_replica(self) -> float:
-        """The mean loss of this step's batches; the same number on all ranks of a replica. Collective over its shards."""
+        """The mean loss of this step's batches; alike on all ranks of a replica. Collective over its shards."""
         weighed = [weight * float(loss) for weight, loss in self._losses]
         sums = [sum(weighed), sum(weight for weight, _ in self._losses)]
         if self.mesh.layout.data_shard > 1:
@@ -239,14 +249,13 @@ class ReplicaSyncing(LossScaling):
             return {}
         assert isinstance(self._replica_sync, ParameterSync)
         with self._phase("agreeing on weights"):
-            return self._replica_sync.agreed(self._held_trained())
+            return self._replica_sync.agreed(self._held_apart())
 
     def _use_agreed_weights(self) -> None:
         """Until `_use_own_weights`. Memory: the weights once more. Collective."""
         agreed = self._agreed_weights()
         if agreed:
-            held = self._held_trained()
-            self._apart = {name: value.clone() for name, value in held.items()}
+            self._apart = {name: value.clone() for name, value in self._held_apart().items()}
             self._write_weights(agreed)
 
     def _use_own_weights(self) -> None:
@@ -256,8 +265,10 @@ class ReplicaSyncing(LossScaling):
 
     @torch.no_grad()
     def _write_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, value in self._held_trained().items():
-            value.copy_(weights[name])
+        # What takes gradients may be other than when they were kept: callbacks freeze and unfreeze in between.
+        held = self._held_owned()
+        for name, value in weights.items():
+            held[name].copy_(value)
         if self._sharded is not None:
             self._sharded.shards.publish()
 
@@ -276,7 +287,7 @@ class ReplicaSyncing(LossScaling):
         }
         if isinstance(sync, ParameterSync):
             if self._is_syncing:
-                state["weights"] = self._held_trained() if self._apart is None else self._apart
+                state["weights"] = self._held_apart() if self._apart is None else self._apart
             if self._engine is not None and sync.replicas.rank:  # those of the first are the checkpoint's
                 names = self._names_of_held()
                 state["states"] = [
@@ -327,24 +338,32 @@ class ReplicaSyncing(LossScaling):
             return
         sync.load_state_dict(saved["sync"])
         if saved["weights"] is not None:
+            assert isinstance(sync, ParameterSync)
             self._write_weights(saved["weights"])
+            held = self._held_owned()
+            sync.before_step({name: held[name] for name in saved["weights"]})  # apart, whatever is trained from here on
         if saved["states"] is not None:
-            held = {name: key for key, name in self._names_of_held().items()}
+            names = self._names_of_held()
+            keys = {name: key for key, name in names.items()}
             for optimizer, entries in zip(self.optimizers, saved["states"], strict=True):
-                of_id = {id(parameter): parameter for parameter in optimizer.state}
+                of_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+                # A replica that has not used a parameter yet has no state of it, whatever the first one has.
+                for unused in [p for p in optimizer.state if names.get(id(p), "") not in ("", *entries)]:
+                    del optimizer.state[unused]
                 for name, own in entries.items():
-                    parameter = of_id.get(held[name])
+                    parameter = of_id.get(keys[name])
                     if parameter is not None:
-                        _copy_state(optimizer.state[parameter], own)
+                        _copy_state(optimizer.state[parameter], own, parameter.device)
 
 
 @torch.no_grad()
-def _copy_state(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _copy_state(state: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
     for key, value in saved.items():
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
             state[key].copy_(value)
         else:
-            state[key] = value
+            # Counts of steps stay on the host, where optimizers look at them.
+            state[key] = value.to(device) if isinstance(value, Tensor) and value.ndim else value
 
 
 def _on_host(value: Any) -> Any:

@@ -28,7 +28,7 @@ from lightning_bigmodel import (
 from lightning_bigmodel.checkpoint import convert_to_single_file
 from lightning_bigmodel.testing import RanksFailedError
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
-from tests.strategies.replica_modules import Net, average, simulate, train
+from tests.strategies.replica_modules import Net, SaveAt, average, make_optimizer, simulate, train
 
 run_ranks = functools.partial(run_ranks_for, timeout_seconds=60.0)
 
@@ -278,6 +278,83 @@ def test_replicas_that_run_out_at_different_times(sync: str) -> None:
     assert_close(first["weights"], second["weights"], 0.0)
     for one, other in zip(first["val_weights"], second["val_weights"], strict=True):
         assert torch.equal(one, other)
+
+
+class Freezes(Callback):
+    """Freezes a block from one batch on, or lets an evaluation unfreeze it."""
+
+    def __init__(self, from_batch: int | None = None) -> None:
+        self.from_batch = from_batch
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Frozen at first, where it is to be unfrozen."""
+        pl_module.blocks[0].requires_grad_(self.from_batch is not None)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Between two agreements."""
+        if self.from_batch is not None and batch_idx >= self.from_batch:
+            pl_module.blocks[0].requires_grad_(False)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """While the agreed weights are in the place of each replica's own."""
+        if self.from_batch is None and not trainer.sanity_checking:
+            pl_module.blocks[0].requires_grad_(True)
+
+
+def _freeze(sync: str, from_batch: int | None, **options: Any) -> dict[str, Any]:
+    save = options.pop("path", None)
+    callbacks: list[Any] = [Freezes(from_batch), *([] if save is None else [SaveAt(save, 3)])]
+    return _train("replicas", sync, callbacks=callbacks, limit_val_batches=1, val_check_interval=3, **options)
+
+
+@pytest.mark.parametrize("sync", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("from_batch", [None, 2, 5])
+def test_what_is_frozen_or_unfrozen_between_agreements(sync: str, from_batch: int | None, tmp_path: Path) -> None:
+    """Replicas that keep a frozen block of their own for good; an error where an evaluation unfreezes one."""
+    path = str(tmp_path / "saved")
+    first, second = run_ranks(_freeze, 2, sync, from_batch, path=path)
+    assert_close(first["weights"], second["weights"], 0.0)
+    if from_batch == 2:
+        resumed = run_ranks(_freeze, 2, sync, from_batch, ckpt_path=path)
+        assert_close(resumed[1]["weights"], first["weights"], 0.0)
+
+
+class UsesSome(Net):
+    """A block that one replica uses only, and one that no optimizer steps."""
+
+    user = 1
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """As before, or without the block."""
+        rank = self._trainer.global_rank if self._trainer is not None else 0
+        x = batch[0]
+        for block in self.blocks[0 if rank == self.user else 1 :]:
+            x = x + block(x)
+        return torch.nn.functional.cross_entropy(self.head(x * self.scale), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """Without the last block."""
+        named = [p for name, p in self.named_parameters() if not name.startswith("blocks.3")]
+        return make_optimizer(named, self.optimizer)
+
+
+class FirstUsesSome(UsesSome):
+    """The other way round."""
+
+    user = 0
+
+
+@pytest.mark.parametrize("kind", [UsesSome, FirstUsesSome])
+@pytest.mark.parametrize("sync", ["local_sgd", "dgc"])
+def test_a_parameter_of_one_replica_or_of_no_optimizer(sync: str, kind: Any, tmp_path: Path) -> None:
+    """Moments that the first replica has not, lost with a checkpoint; an error for want of momentum settings."""
+    path = str(tmp_path / "saved")
+    whole = run_ranks(_train, 2, "replicas", sync, kind=kind, save=(path, 3))
+    assert_close(whole[1]["weights"], whole[0]["weights"], 0.0)
+    untouched = dict(Net().named_parameters())["blocks.3.0.weight"]
+    assert torch.equal(whole[0]["weights"]["blocks.3.0.weight"], untouched)
+    resumed = run_ranks(_train, 2, "replicas", sync, kind=kind, ckpt_path=path)
+    assert_close(resumed[0]["weights"], whole[0]["weights"], 0.0)
 
 
 class Overflows(Net):
