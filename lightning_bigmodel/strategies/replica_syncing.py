@@ -42,6 +42,7 @@ class ReplicaSyncing(LossScaling):
     _saved_replicas: Mapping[str, Any] | None = None
     _losses: list[tuple[float, Tensor]]
     _taken_options: list[tuple[dict[str, Any], str, Any]]
+    _kept_at_end: dict[str, Any] | None = None  # of a `GradientSync`, for checkpoints that are saved after the run
 
     # -- what it decides -----------------------------------------------------------------------------------------------
 
@@ -68,6 +69,7 @@ class ReplicaSyncing(LossScaling):
         """At the start of training, when weights are what it starts from. Collective."""
         sync = self._replica_sync
         self._losses, self._taken_options, self._apart = [], [], None
+        self._kept_at_end = None
         if sync is None:
             return
         with self._phase("replicas"):
@@ -83,6 +85,7 @@ class ReplicaSyncing(LossScaling):
                     ranks_a_machine=machines.count(machines[0]),
                     levels=lambda num_inside: build_replica_levels(self.mesh, num_inside),
                     norm=self._norm_of_replica if self._is_own_part() else None,
+                    reduce_dtype=self._reduce_dtype(),
                 ),
                 self._held_trained(),
             )
@@ -90,10 +93,15 @@ class ReplicaSyncing(LossScaling):
             self._resume_replicas()
 
     def _end_replica_sync(self) -> None:
-        """At the end of training: what is left is what replicas agree on. Collective."""
+        """At the end of training: what is left is what replicas agree on. Collective.
+
+        Memory on the host until the next run: what a `GradientSync` has kept for later steps.
+        """
         if self._is_syncing and self._agrees_on_weights:
             self._use_agreed_weights()
             self._apart = None
+        if self._is_syncing and not self._agrees_on_weights:
+            self._kept_at_end = self._replica_state()
         self._stop_replica_sync()
 
     def _stop_replica_sync(self) -> None:
@@ -121,6 +129,11 @@ class ReplicaSyncing(LossScaling):
             holder = places.holder(parameter)
             if holder.grad is not None:
                 name = share.names[id(parameter)]
+                if holder.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"The gradient of `{name}` is sparse, and `{type(sync).__name__}` exchanges dense ones only. "
+                        "Set `sparse=False` on the embedding."
+                    )
                 gradients.append(
                     NamedGradient(
                         name=name, value=holder.grad, parameter=holder.data, options=options.get(id(holder), {})
@@ -279,6 +292,8 @@ class ReplicaSyncing(LossScaling):
         sync = self._replica_sync
         if sync is None or not hasattr(sync, "replicas"):
             return None
+        if self._kept_at_end is not None:
+            return self._kept_at_end
         state: dict[str, Any] = {
             "kind": type(sync).__name__,
             "sync": sync.state_dict(),

@@ -17,6 +17,7 @@ from lightning_bigmodel import (
     AdaptiveLocalSGD,
     AllReduce,
     BigModelPrecision,
+    BigModelStrategy,
     DiLoCo,
     ExponentialMovingAverage,
     GradientNoiseScale,
@@ -185,6 +186,70 @@ def test_a_resumed_run_is_the_same_run(layout: str, sync: str, tmp_path: Path) -
         for name, value in expected["weights"].items():
             assert torch.equal(found["weights"][name], value), name
             assert torch.equal(unsaved["weights"][name], value), f"saving has changed {name}"
+
+
+def _save_after(sync: str, path: str) -> dict[str, Any]:
+    make, optimizer = SYNCS[sync]
+    net = Net(optimizer)
+    run = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=BigModelStrategy(replica_sync=make()),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    run.fit(net)
+    run.save_checkpoint(path)
+    return {}
+
+
+@pytest.mark.parametrize("sync", ["dgc", "top_k", "power_sgd"])
+def test_a_checkpoint_saved_after_the_run_has_what_waits(sync: str, tmp_path: Path) -> None:
+    """Residuals that are let go of before the user saves, and a warm-up that begins again."""
+    path = str(tmp_path / "saved")
+    whole = run_ranks(_train, 2, "replicas", sync, max_epochs=2)
+    run_ranks(_save_after, 2, sync, path)
+    resumed = run_ranks(_train, 2, "replicas", sync, max_epochs=2, ckpt_path=path)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert found["global_step"] == 2 * NUM_STEPS
+        assert_close(found["weights"], expected["weights"], 0.0)
+
+
+class Looks(Net):
+    """An embedding that makes sparse gradients."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding = torch.nn.Embedding(3, 6, sparse=True)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """Looks the class up."""
+        return super().loss_of((batch[0] + self.embedding(batch[1]), batch[1]))
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    """An error of torch that names no parameter and no way out."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_train, 2, "replicas", "top_k", {"optimizer": "sgd"}, kind=Looks)
+    assert "The gradient of `embedding.weight` is sparse" in str(caught.value)
+    assert len(caught.value.failures) == 2
+
+
+def _sums_in(overlap: bool, dtype: Any) -> dict[str, Any]:
+    precision = BigModelPrecision("32-true", reduce_dtype=dtype)
+    return train({"replica_sync": AllReduce(overlap=overlap)}, 2, plugins=[precision])
+
+
+def test_sums_after_backward_have_the_type_of_the_precision() -> None:
+    """A `reduce_dtype` that does nothing without overlap."""
+    early, late = (run_ranks(_sums_in, 2, overlap, "bfloat16")[0]["weights"] for overlap in (True, False))
+    wide = run_ranks(_sums_in, 2, False, None)[0]["weights"]
+    assert any(not torch.equal(late[name], wide[name]) for name in wide)
+    assert_close(late, early, 0.0)
 
 
 @pytest.mark.parametrize("layout", ["replicas", "zero3"])
