@@ -151,7 +151,7 @@ class GradientWindow:
 
     @property
     def last_weight(self) -> float:
-        """What the batches of this data rank weighed in the window that was completed last."""
+        """What the batches of all agreeing ranks weighed in the window that was completed last."""
         return self._last_weight
 
     @property
@@ -233,7 +233,7 @@ class GradientWindow:
                 _filled(holders)
         if self._reduce_replicas is not None and total:
             self._reduce_replicas(parameters)
-        self._last_weight = self._total
+        self._last_weight = total
         self._reference, self._total, self._dirty = None, 0.0, False
         places.show()
         return True

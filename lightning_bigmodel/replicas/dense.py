@@ -67,5 +67,5 @@ class AllReduce(GradientSync):
 
     @override
     def reduce(self, gradients: Sequence[NamedGradient], progress: StepProgress) -> None:
-        group = self.replicas.group
-        all_reduce_sum([gradient.value for gradient in gradients], group, self.bucket_bytes, self.dtype)
+        group, dtype = self.replicas.group, self.dtype or self.replicas.reduce_dtype
+        all_reduce_sum([gradient.value for gradient in gradients], group, self.bucket_bytes, dtype)

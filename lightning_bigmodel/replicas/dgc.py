@@ -191,6 +191,7 @@ class DGC(SparsifiedSync):
             options, value = gradient.options, gradient.value
             corrected = value.to(wide_type(value.dtype))
             if options.get("weight_decay"):
+            if options.get("weight_decay"):  # no options at all where no optimizer steps it
                 corrected.add_(gradient.parameter, alpha=options["weight_decay"])
             if options.get("momentum"):
                 velocity = kept_of(self._velocities, gradient).mul_(options["momentum"]).add_(corrected)

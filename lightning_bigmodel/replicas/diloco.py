@@ -124,6 +124,11 @@ class DiLoCo(ParameterSync):
         self._device = next((value.device for value in parameters.values()), torch.device("cpu"))
         self._forget()
 
+    @property
+    @override
+    def apart(self) -> Mapping[str, Tensor]:
+        return self._present
+
     @override
     def before_step(self, held: Mapping[str, Tensor]) -> None:
         new = {name: value for name, value in held.items() if name not in self._common}

@@ -118,6 +118,11 @@ class LocalSGD(ParameterSync):
                 )
             self._inside, _ = replicas.levels(num_inside)
 
+    @property
+    @override
+    def apart(self) -> Mapping[str, Tensor]:
+        return self._apart
+
     @override
     def before_step(self, held: Mapping[str, Tensor]) -> None:
         self._apart.update(held)

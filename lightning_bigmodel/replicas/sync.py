@@ -39,6 +39,7 @@ class Replicas:
             the same place among theirs. Collective over all ranks of the run: call it in `begin` only.
         norm: Gradients of this rank -> the 2-norm of all gradients of this replica, whose other parts other ranks hold;
             the same number on all of them, collective over them. None where this rank holds all of the replica.
+        reduce_dtype: Type in which the user wants gradients summed; None for their own but at least fp32.
     """
 
     group: dist.ProcessGroup | None
@@ -47,6 +48,7 @@ class Replicas:
     ranks_a_machine: int
     levels: Callable[[int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
     norm: Callable[[Sequence[NamedGradient]], Tensor] | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,11 @@ class ParameterSync(ReplicaSync, ABC):
 
     averages_optimizer_state = False
     """Whether optimizer state is averaged whenever weights are (the caller does it when `after_step` says so)."""
+
+    @property
+    def apart(self) -> Mapping[str, Tensor]:
+        """By name, what may differ between replicas: it has stepped since they agreed on it, even if frozen by now."""
+        return {}
 
     def before_step(self, held: Mapping[str, Tensor]) -> None:
         """The optimizer is about to step. Not collective; weights may be copied here, never changed."""

@@ -839,10 +839,6 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             gradient = self._tensor.slices.gather_full(parameter, gradient)
         return gradient
 
-    def _reduce_dtype(self) -> torch.dtype | None:
-        precision = self.precision_plugin
-        return precision.reduce_dtype if isinstance(precision, BigModelPrecision) else None
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -38,6 +38,10 @@ class LossScaling(StrategyBase):
         precision = self.precision_plugin
         return precision if isinstance(precision, BigModelPrecision) and precision.loss_scale is not None else None
 
+    def _reduce_dtype(self) -> torch.dtype | None:
+        precision = self.precision_plugin
+        return precision.reduce_dtype if isinstance(precision, BigModelPrecision) else None
+
     def _gradients(self) -> list[tuple[str, Tensor]]:
         """What this rank has of complete gradients, with the names of their parameters."""
         share, places = self.engine.share, self.engine.places

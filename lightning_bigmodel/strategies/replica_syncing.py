@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_bigmodel.mesh import build_replica_levels
 from lightning_bigmodel.pipeline.gradient_watch import square_sums
+from lightning_bigmodel.replicas.averaging import sum_numbers
 from lightning_bigmodel.replicas.dense import AllReduce
 from lightning_bigmodel.replicas.optimizer_state import average_optimizer_state
 from lightning_bigmodel.replicas.sync import (
@@ -41,6 +42,7 @@ class ReplicaSyncing(LossScaling):
     _saved_replicas: Mapping[str, Any] | None = None
     _losses: list[tuple[float, Tensor]]
     _taken_options: list[tuple[dict[str, Any], str, Any]]
+    _kept_at_end: dict[str, Any] | None = None  # of a `GradientSync`, for checkpoints that are saved after the run
 
     # -- what it decides -----------------------------------------------------------------------------------------------
 
@@ -67,6 +69,7 @@ class ReplicaSyncing(LossScaling):
         """At the start of training, when weights are what it starts from. Collective."""
         sync = self._replica_sync
         self._losses, self._taken_options, self._apart = [], [], None
+        self._kept_at_end = None
         if sync is None:
             return
         with self._phase("replicas"):
@@ -82,6 +85,7 @@ class ReplicaSyncing(LossScaling):
                     ranks_a_machine=machines.count(machines[0]),
                     levels=lambda num_inside: build_replica_levels(self.mesh, num_inside),
                     norm=self._norm_of_replica if self._is_own_part() else None,
+                    reduce_dtype=self._reduce_dtype(),
                 ),
                 self._held_trained(),
             )
@@ -89,10 +93,15 @@ class ReplicaSyncing(LossScaling):
             self._resume_replicas()
 
     def _end_replica_sync(self) -> None:
-        """At the end of training: what is left is what replicas agree on. Collective."""
+        """At the end of training: what is left is what replicas agree on. Collective.
+
+        Memory on the host until the next run: what a `GradientSync` has kept for later steps.
+        """
         if self._is_syncing and self._agrees_on_weights:
             self._use_agreed_weights()
             self._apart = None
+        if self._is_syncing and not self._agrees_on_weights:
+            self._kept_at_end = self._replica_state()
         self._stop_replica_sync()
 
     def _stop_replica_sync(self) -> None:
@@ -120,6 +129,11 @@ class ReplicaSyncing(LossScaling):
             holder = places.holder(parameter)
             if holder.grad is not None:
                 name = share.names[id(parameter)]
+                if holder.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"The gradient of `{name}` is sparse, and `{type(sync).__name__}` exchanges dense ones only. "
+                        "Set `sparse=False` on the embedding."
+                    )
                 gradients.append(
                     NamedGradient(
                         name=name, value=holder.grad, parameter=holder.data, options=options.get(id(holder), {})
@@ -165,12 +179,22 @@ class ReplicaSyncing(LossScaling):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _held_trained(self) -> dict[str, Tensor]:
-        """Name -> what optimizers hold of each parameter that takes gradients; in one order on all replicas."""
+    def _held_owned(self, only_trained: bool = False) -> dict[str, Tensor]:
+        """Name -> what is held of each parameter here; in one order on all replicas."""
         share, sharded = self.engine.share, self._sharded
         assert share is not None
         holder = self.engine.places.holder if sharded is None else sharded.holder
-        return {share.names[id(p)]: holder(p).data for p in share.owned if p.requires_grad}
+        return {share.names[id(p)]: holder(p).data for p in share.owned if p.requires_grad or not only_trained}
+
+    def _held_trained(self) -> dict[str, Tensor]:
+        """What optimizers hold of each parameter that takes gradients."""
+        return self._held_owned(only_trained=True)
+
+    def _held_apart(self) -> dict[str, Tensor]:
+        """What is trained, and what was until it was frozen and replicas have not agreed on since."""
+        assert isinstance(self._replica_sync, ParameterSync)
+        held = self._held_owned()
+        return {name: held[name] for name in {**self._held_trained(), **self._replica_sync.apart}}
 
     def _note_loss(self, weight: float, loss: Tensor | None) -> None:
         if (
@@ -180,6 +204,14 @@ class ReplicaSyncing(LossScaling):
             and self._replica_sync.needs_loss
         ):
             self._losses.append((weight, loss.detach()))
+
+    def _loss_of_replica(self) -> float:
+        """The mean loss of this step's batches; alike on all ranks of a replica. Collective over its shards."""
+        weighed = [weight * float(loss) for weight, loss in self._losses]
+        sums = [sum(weighed), sum(weight for weight, _ in self._losses)]
+        if self.mesh.layout.data_shard > 1:
+            sums = sum_numbers(sums, self.mesh.device_mesh.get_group("data_shard"), self.root_device)
+        return sums[0] / sums[1] if sums[1] else float("nan")
 
     def _before_replica_step(self, optimizer: Any) -> None:
         """Gradients are complete."""
@@ -195,12 +227,10 @@ class ReplicaSyncing(LossScaling):
         if not self._is_syncing or not isinstance(sync, ParameterSync):
             return
         assert window is not None
-        losses, self._losses = self._losses, []
-        total = sum(weight for weight, _ in losses)
         progress = StepProgress(
             epoch=self._trainer().current_epoch,
             weight=window.last_weight,
-            loss=sum(weight * float(loss) for weight, loss in losses) / total if total else float("nan"),
+            loss=self._loss_of_replica() if sync.needs_loss else float("nan"),
             learning_rate=float(optimizer.param_groups[0]["lr"]),
         )
         held = self._held_trained()
@@ -232,14 +262,13 @@ class ReplicaSyncing(LossScaling):
             return {}
         assert isinstance(self._replica_sync, ParameterSync)
         with self._phase("agreeing on weights"):
-            return self._replica_sync.agreed(self._held_trained())
+            return self._replica_sync.agreed(self._held_apart())
 
     def _use_agreed_weights(self) -> None:
         """Until `_use_own_weights`. Memory: the weights once more. Collective."""
         agreed = self._agreed_weights()
         if agreed:
-            held = self._held_trained()
-            self._apart = {name: value.clone() for name, value in held.items()}
+            self._apart = {name: value.clone() for name, value in self._held_apart().items()}
             self._write_weights(agreed)
 
     def _use_own_weights(self) -> None:
@@ -249,8 +278,10 @@ class ReplicaSyncing(LossScaling):
 
     @torch.no_grad()
     def _write_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, value in self._held_trained().items():
-            value.copy_(weights[name])
+        # What takes gradients may be other than when they were kept: callbacks freeze and unfreeze in between.
+        held = self._held_owned()
+        for name, value in weights.items():
+            held[name].copy_(value)
         if self._sharded is not None:
             self._sharded.shards.publish()
 
@@ -261,6 +292,8 @@ class ReplicaSyncing(LossScaling):
         sync = self._replica_sync
         if sync is None or not hasattr(sync, "replicas"):
             return None
+        if self._kept_at_end is not None:
+            return self._kept_at_end
         state: dict[str, Any] = {
             "kind": type(sync).__name__,
             "sync": sync.state_dict(),
@@ -269,7 +302,7 @@ class ReplicaSyncing(LossScaling):
         }
         if isinstance(sync, ParameterSync):
             if self._is_syncing:
-                state["weights"] = self._held_trained() if self._apart is None else self._apart
+                state["weights"] = self._held_apart() if self._apart is None else self._apart
             if self._engine is not None and sync.replicas.rank:  # those of the first are the checkpoint's
                 names = self._names_of_held()
                 state["states"] = [
@@ -320,24 +353,32 @@ class ReplicaSyncing(LossScaling):
             return
         sync.load_state_dict(saved["sync"])
         if saved["weights"] is not None:
+            assert isinstance(sync, ParameterSync)
             self._write_weights(saved["weights"])
+            held = self._held_owned()
+            sync.before_step({name: held[name] for name in saved["weights"]})  # apart, whatever is trained from here on
         if saved["states"] is not None:
-            held = {name: key for key, name in self._names_of_held().items()}
+            names = self._names_of_held()
+            keys = {name: key for key, name in names.items()}
             for optimizer, entries in zip(self.optimizers, saved["states"], strict=True):
-                of_id = {id(parameter): parameter for parameter in optimizer.state}
+                of_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+                # A replica that has not used a parameter yet has no state of it, whatever the first one has.
+                for unused in [p for p in optimizer.state if names.get(id(p), "") not in ("", *entries)]:
+                    del optimizer.state[unused]
                 for name, own in entries.items():
-                    parameter = of_id.get(held[name])
+                    parameter = of_id.get(keys[name])
                     if parameter is not None:
-                        _copy_state(optimizer.state[parameter], own)
+                        _copy_state(optimizer.state[parameter], own, parameter.device)
 
 
 @torch.no_grad()
-def _copy_state(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _copy_state(state: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
     for key, value in saved.items():
         if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
             state[key].copy_(value)
         else:
-            state[key] = value
+            # Counts of steps stay on the host, where optimizers look at them.
+            state[key] = value.to(device) if isinstance(value, Tensor) and value.ndim else value
 
 
 def _on_host(value: Any) -> Any:

@@ -323,6 +323,7 @@ class StepHooks(PreemptionSignals, RunState):
                 self._give_back_options()
             if not self._skips_step:
                 self._after_replica_step(optimizer)
+            self._losses.clear()  # those of a step that is skipped too
             if self._sharded is not None and not self._skips_step:
                 self._sharded.shards.published_by(optimizer)
             return result

@@ -165,14 +165,18 @@ def simulate(
     agree: Callable[[int, list[Net]], None],
     kind: str = "sgd",
     ranks_a_replica: int = 1,
+    num_batches: list[int] | None = None,
 ) -> list[Net]:
     """Replicas in one process: each takes its own steps, then `agree(step, replicas)`."""
     replicas = [Net(kind) for _ in range(num_replicas)]
     optimizers = [make_optimizer(replica.parameters(), kind) for replica in replicas]
-    data = [sample_batches(num_steps, rank) for rank in range(num_replicas * ranks_a_replica)]
+    num_ranks = num_replicas * ranks_a_replica
+    counts = num_batches or [num_steps] * num_ranks
+    data = [sample_batches(counts[rank], rank) for rank in range(num_ranks)]
     for step in range(num_steps):
         for index, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            own = [batches[step] for batches in data[index * ranks_a_replica : (index + 1) * ranks_a_replica]]
+            ranks = data[index * ranks_a_replica : (index + 1) * ranks_a_replica]
+            own = [batches[step] for batches in ranks if step < len(batches)]
             optimizer.zero_grad()
             replica.loss_of((torch.cat([x for x, _ in own]), torch.cat([y for _, y in own]))).backward()
             optimizer.step()
@@ -181,9 +185,11 @@ def simulate(
 
 
 @torch.no_grad()
-def average(replicas: list[Net]) -> None:
+def average(replicas: list[Net], weights: tuple[float, ...] | None = None) -> None:
     """All weights become their means."""
+    weights = weights or (1.0,) * len(replicas)
     for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
-        mean = torch.stack([parameter.data for parameter in parameters]).mean(0)
+        scaled = [parameter.data * weight for parameter, weight in zip(parameters, weights, strict=True)]
+        mean = torch.stack(scaled).sum(0) / sum(weights)
         for parameter in parameters:
             parameter.copy_(mean)

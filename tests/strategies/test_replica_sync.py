@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from lightning_bigmodel import (
     DGC,
     AdaptiveLocalSGD,
     AllReduce,
     BigModelPrecision,
+    BigModelStrategy,
     DiLoCo,
     ExponentialMovingAverage,
     GradientNoiseScale,
@@ -27,7 +29,7 @@ from lightning_bigmodel import (
 from lightning_bigmodel.checkpoint import convert_to_single_file
 from lightning_bigmodel.testing import RanksFailedError
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
-from tests.strategies.replica_modules import Net, average, simulate, train
+from tests.strategies.replica_modules import Net, SaveAt, average, make_optimizer, simulate, train
 
 run_ranks = functools.partial(run_ranks_for, timeout_seconds=60.0)
 
@@ -65,8 +67,10 @@ def _with(settings: dict[str, Any], devices: int, make: Any, *args: Any, **optio
 
 def assert_close(found: dict[str, torch.Tensor], expected: Any, tolerance: float = 1e-5) -> None:
     """Every parameter."""
-    assert found.keys() == dict(expected).keys()
-    for name, value in dict(expected).items():
+    wanted = dict(expected)  # once: it may be an iterator
+    assert wanted
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=tolerance, atol=tolerance, msg=name)
 
 
@@ -86,6 +90,62 @@ def test_weights_are_means_of_what_replicas_reach(layout: str, optimizer: str) -
     for rank in run_ranks(_with, devices, settings, devices, functools.partial(LocalSGD, period=4), module):
         assert rank["global_step"] == NUM_STEPS
         assert_close({**dict(expected.named_parameters()), **rank["weights"]}, expected.named_parameters())
+
+
+class Loud(Net):
+    """Each second data rank has a loss that rises to many times that of the others."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """As before, times that."""
+        trainer = self._trainer
+        factor = 1.0 if trainer is None or trainer.global_rank % 2 else 1.0 + 2.0 * trainer.fit_loop.batch_idx
+        return super().loss_of(batch) * factor
+
+
+class Periods(Callback):
+    """What a rank reckons with after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Of adaptive local SGD."""
+        sync: Any = trainer.strategy._replica_sync  # type: ignore[attr-defined]
+        self.seen.append((sync.period, sync._steps_apart))
+
+
+def _periods(layout: str) -> list[tuple[int, int]]:
+    periods = Periods()
+    settings, devices, _ = LAYOUTS[layout]
+    sync = AdaptiveLocalSGD(initial_period=4, max_period=64)
+    train({**settings, "replica_sync": sync}, devices, {"num_batches": [12]}, kind=Loud, callbacks=[periods])
+    return periods.seen
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pipe"])
+def test_all_ranks_have_one_period(layout: str) -> None:
+    """Shards of one replica that each follow the loss of their own batches, and are averaged at different steps."""
+    first, *rest = run_ranks(_periods, LAYOUTS[layout][1], layout)
+    assert len({period for period, _ in first}) > 1
+    assert all(seen == first for seen in rest)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_a_replica_weighs_what_all_its_shards_have_seen(layout: str) -> None:
+    """Rows that count by the batches of the rank that keeps them: other shares in each part of the model."""
+    settings, devices, _ = LAYOUTS[layout]
+    num_batches = [6, 6, 6, 3]
+    weights = {4: (8.0, 7.0), 6: (4.0, 2.0)}
+    (expected, _) = simulate(
+        2,
+        NUM_STEPS,
+        lambda step, replicas: average(replicas, weights[step]) if step in weights else None,
+        ranks_a_replica=2,
+        num_batches=num_batches,
+    )
+    make = functools.partial(LocalSGD, period=4)
+    for rank in run_ranks(_with, devices, settings, devices, make, {"num_batches": num_batches}):
+        assert_close(rank["weights"], expected.named_parameters())
 
 
 def _seen(period: int) -> dict[str, Any]:
@@ -129,6 +189,70 @@ def test_a_resumed_run_is_the_same_run(sync: str, layout: str, tmp_path: Path) -
         for name, value in expected["weights"].items():
             assert torch.equal(found["weights"][name], value), name
             assert torch.equal(unsaved["weights"][name], value), f"saving has changed {name}"
+
+
+def _save_after(sync: str, path: str) -> dict[str, Any]:
+    make, optimizer = SYNCS[sync]
+    net = Net(optimizer)
+    run = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=BigModelStrategy(replica_sync=make()),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    run.fit(net)
+    run.save_checkpoint(path)
+    return {}
+
+
+@pytest.mark.parametrize("sync", ["dgc", "top_k", "power_sgd"])
+def test_a_checkpoint_saved_after_the_run_has_what_waits(sync: str, tmp_path: Path) -> None:
+    """Residuals that are let go of before the user saves, and a warm-up that begins again."""
+    path = str(tmp_path / "saved")
+    whole = run_ranks(_train, 2, "replicas", sync, max_epochs=2)
+    run_ranks(_save_after, 2, sync, path)
+    resumed = run_ranks(_train, 2, "replicas", sync, max_epochs=2, ckpt_path=path)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert found["global_step"] == 2 * NUM_STEPS
+        assert_close(found["weights"], expected["weights"], 0.0)
+
+
+class Looks(Net):
+    """An embedding that makes sparse gradients."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding = torch.nn.Embedding(3, 6, sparse=True)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """Looks the class up."""
+        return super().loss_of((batch[0] + self.embedding(batch[1]), batch[1]))
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    """An error of torch that names no parameter and no way out."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_train, 2, "replicas", "top_k", {"optimizer": "sgd"}, kind=Looks)
+    assert "The gradient of `embedding.weight` is sparse" in str(caught.value)
+    assert len(caught.value.failures) == 2
+
+
+def _sums_in(overlap: bool, dtype: Any) -> dict[str, Any]:
+    precision = BigModelPrecision("32-true", reduce_dtype=dtype)
+    return train({"replica_sync": AllReduce(overlap=overlap)}, 2, plugins=[precision])
+
+
+def test_sums_after_backward_have_the_type_of_the_precision() -> None:
+    """A `reduce_dtype` that does nothing without overlap."""
+    early, late = (run_ranks(_sums_in, 2, overlap, "bfloat16")[0]["weights"] for overlap in (True, False))
+    wide = run_ranks(_sums_in, 2, False, None)[0]["weights"]
+    assert any(not torch.equal(late[name], wide[name]) for name in wide)
+    assert_close(late, early, 0.0)
 
 
 @pytest.mark.parametrize("layout", ["replicas", "zero3"])
@@ -222,6 +346,83 @@ def test_replicas_that_run_out_at_different_times(sync: str) -> None:
     assert_close(first["weights"], second["weights"], 0.0)
     for one, other in zip(first["val_weights"], second["val_weights"], strict=True):
         assert torch.equal(one, other)
+
+
+class Freezes(Callback):
+    """Freezes a block from one batch on, or lets an evaluation unfreeze it."""
+
+    def __init__(self, from_batch: int | None = None) -> None:
+        self.from_batch = from_batch
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Frozen at first, where it is to be unfrozen."""
+        pl_module.blocks[0].requires_grad_(self.from_batch is not None)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Between two agreements."""
+        if self.from_batch is not None and batch_idx >= self.from_batch:
+            pl_module.blocks[0].requires_grad_(False)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """While the agreed weights are in the place of each replica's own."""
+        if self.from_batch is None and not trainer.sanity_checking:
+            pl_module.blocks[0].requires_grad_(True)
+
+
+def _freeze(sync: str, from_batch: int | None, **options: Any) -> dict[str, Any]:
+    save = options.pop("path", None)
+    callbacks: list[Any] = [Freezes(from_batch), *([] if save is None else [SaveAt(save, 3)])]
+    return _train("replicas", sync, callbacks=callbacks, limit_val_batches=1, val_check_interval=3, **options)
+
+
+@pytest.mark.parametrize("sync", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("from_batch", [None, 2, 5])
+def test_what_is_frozen_or_unfrozen_between_agreements(sync: str, from_batch: int | None, tmp_path: Path) -> None:
+    """Replicas that keep a frozen block of their own for good; an error where an evaluation unfreezes one."""
+    path = str(tmp_path / "saved")
+    first, second = run_ranks(_freeze, 2, sync, from_batch, path=path)
+    assert_close(first["weights"], second["weights"], 0.0)
+    if from_batch == 2:
+        resumed = run_ranks(_freeze, 2, sync, from_batch, ckpt_path=path)
+        assert_close(resumed[1]["weights"], first["weights"], 0.0)
+
+
+class UsesSome(Net):
+    """A block that one replica uses only, and one that no optimizer steps."""
+
+    user = 1
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """As before, or without the block."""
+        rank = self._trainer.global_rank if self._trainer is not None else 0
+        x = batch[0]
+        for block in self.blocks[0 if rank == self.user else 1 :]:
+            x = x + block(x)
+        return torch.nn.functional.cross_entropy(self.head(x * self.scale), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """Without the last block."""
+        named = [p for name, p in self.named_parameters() if not name.startswith("blocks.3")]
+        return make_optimizer(named, self.optimizer)
+
+
+class FirstUsesSome(UsesSome):
+    """The other way round."""
+
+    user = 0
+
+
+@pytest.mark.parametrize("kind", [UsesSome, FirstUsesSome])
+@pytest.mark.parametrize("sync", ["local_sgd", "dgc"])
+def test_a_parameter_of_one_replica_or_of_no_optimizer(sync: str, kind: Any, tmp_path: Path) -> None:
+    """Moments that the first replica has not, lost with a checkpoint; an error for want of momentum settings."""
+    path = str(tmp_path / "saved")
+    whole = run_ranks(_train, 2, "replicas", sync, kind=kind, save=(path, 3))
+    assert_close(whole[1]["weights"], whole[0]["weights"], 0.0)
+    untouched = dict(Net().named_parameters())["blocks.3.0.weight"]
+    assert torch.equal(whole[0]["weights"]["blocks.3.0.weight"], untouched)
+    resumed = run_ranks(_train, 2, "replicas", sync, kind=kind, ckpt_path=path)
+    assert_close(resumed[0]["weights"], whole[0]["weights"], 0.0)
 
 
 class Overflows(Net):
