@@ -133,19 +133,19 @@ def test_memory_and_merge() -> None:
     """Weights that stay beside their codes; a merge that leaves codes, or rounds the sum once more."""
     from transformers.pytorch_utils import Conv1D
 
-    model = nn.Sequential(nn.Linear(256, 256, bias=False), Conv1D(64, 256))
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), Conv1D(64, 256), nn.Linear(64, 2))
     quantize_layers(model, ["*"], 4)
     num_bytes = sum(p.numel() * p.element_size() for p in model[0].parameters())
     assert num_bytes == 256 * 256 // 2 + 1024 + 4 * 4 + 4
-    assert [p.requires_grad for name, p in model.named_parameters() if "bias" not in name] == [False] * 8
-    adapters = LoRA(["*"], rank=2)
+    assert [p.requires_grad for name, p in model.named_parameters() if "bias" not in name] == [False] * 12
+    adapters = LoRA(["0", "1"], rank=2)
     for layer in adapters.inject(model).values():
         nn.init.normal_(layer.lora_B)
     inputs = torch.randn(3, 256)
     before = model(inputs)
     adapters.merge(model)
-    assert [type(layer) for layer in model] == [nn.Linear, Conv1D]
-    assert list(model.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+    assert [type(layer) for layer in model] == [nn.Linear, Conv1D, nn.Linear]
+    assert list(model.state_dict()) == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     assert all(p.requires_grad for p in model.parameters())
     torch.testing.assert_close(model(inputs), before, rtol=1e-5, atol=1e-4)
 
