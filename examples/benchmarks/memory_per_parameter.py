@@ -1,9 +1,9 @@
 """What does a rank hold for each parameter of a model: weights, gradients and optimizer states, counted?
 
-Each way to train takes two steps of the demo's byte-level GPT on `--ranks` ranks, with `zero_stage=0` and `3`. At the end of
-the second step, when weights, gradients and states are all there, the storages of all live tensors are added up on every
-rank, each once; the largest rank counts. Activations are gone by then. Last, 8-bit moments are compared with fp32 ones by
-the losses of one longer run each (`--curve-steps`; 0 leaves it out).
+Each way to train takes two steps of the demo's byte-level GPT on `--ranks` ranks, with `zero_stage=0` and `3`. At the
+end of the second step, when weights, gradients and states are all there, the storages of all live tensors are added up
+on every rank, each once; the largest rank counts. Activations are gone by then. Last, 8-bit moments are compared with
+fp32 ones by the losses of one longer run each (`--curve-steps`; 0 leaves it out).
 
     python examples/benchmarks/memory_per_parameter.py --curve-steps 300
 """
@@ -112,9 +112,9 @@ def make_trainer(strategy: Any, devices: int, callbacks: list[Callback], precisi
     )
 
 
-def loader(context: int, batch_size: int, num_steps: int) -> DataLoader[Any]:
-    """Windows of the standard library."""
-    text = read_texts()[0]
+def loader(context: int, batch_size: int, num_steps: int, num_bytes: int) -> DataLoader[Any]:
+    """Windows of the standard library; the text is a tensor, too, and counts."""
+    text = read_texts(num_train_bytes=num_bytes)[0]
     windows = ByteWindows(text, context)
     order = window_order(windows.num_windows, num_steps * batch_size, seed=0)
     return DataLoader(ByteWindows(text, context, order), batch_size=batch_size)
@@ -131,7 +131,7 @@ def measure(given: Settings) -> dict[str, list[float]]:
             num_parameters = sum(p.numel() for p in module.parameters())
             count = CountLive()
             trainer = make_trainer(BigModelStrategy(zero_stage=stage), given.ranks, [*make(), count], precision)
-            trainer.fit(module, loader(given.context, given.batch_size, 2 * given.ranks))
+            trainer.fit(module, loader(given.context, given.batch_size, 2 * given.ranks, 10_000))
             found.setdefault(name, []).append(count.num_bytes / num_parameters)
             del module, trainer, count
             gc.collect()
@@ -143,7 +143,7 @@ def curve(given: Settings, callbacks: list[Callback]) -> list[float]:
     torch.manual_seed(0)
     keep = Losses()
     trainer = make_trainer("auto", 1, [*callbacks, keep])
-    trainer.fit(ByteGPT(given.curve_width), loader(64, 16, given.curve_steps))
+    trainer.fit(ByteGPT(given.curve_width), loader(64, 16, given.curve_steps, 1_500_000))
     return keep.losses
 
 
