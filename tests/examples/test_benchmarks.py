@@ -25,7 +25,7 @@ def _run(script: str, options: list[str], path: Path, key: str) -> dict[str, dic
 
 def test_memory_a_parameter(tmp_path: Path) -> None:
     """Counts of something else than weights, gradients and states; a way that does not save what it claims."""
-    options = ["--width=128", "--num-blocks=2", "--context=8", "--batch-size=1", "--curve-steps=0"]
+    options = ["--width=128", "--num-blocks=2", "--context=8", "--batch-size=1", "--curve-steps=30", "--curve-width=64"]
     found = _run("memory_per_parameter.py", options, tmp_path / "results.json", "way")
     full = found["AdamW, fp32"]
     # Four times four bytes; beside them a text of 10 KB and a few numbers.
@@ -36,6 +36,11 @@ def test_memory_a_parameter(tmp_path: Path) -> None:
             found[way][stage] for way in ("AdamW of 8 bits, fp32", "LoRA of rank 8, fp32", "QLoRA of rank 8, fp32")
         ]
         assert full[stage] > small[0] > small[1] > small[2]
+    curve = [row for row in found.values() if "8 bits" in row]
+    assert len(curve) == 10
+    for row in curve:
+        assert row["8 bits"] == pytest.approx(row["fp32"], rel=0.01)
+    assert any(row["8 bits"] != row["fp32"] for row in curve)
 
 
 @pytest.fixture(scope="module")
