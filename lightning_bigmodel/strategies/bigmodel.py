@@ -79,6 +79,7 @@ from lightning_bigmodel.strategies.combinations import (
     check_optimizers,
     check_precision,
     check_process_group_settings,
+    check_quantized_layers,
 )
 from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile_setting
 from lightning_bigmodel.strategies.manual import ManualOptimization
@@ -412,6 +413,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        is_cut = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1
+        check_quantized_layers(module, zero_stage=self._sharding.zero_stage, is_cut=is_cut)
         if fitting:
             is_scheduled = self.mesh.pipe_size > 1 or self._microbatches_for(self.mesh.pipe_size) > 1
             is_scheduled = is_scheduled or self._finds_microbatches

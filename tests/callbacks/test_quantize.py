@@ -150,6 +150,47 @@ def test_memory_and_merge() -> None:
     torch.testing.assert_close(model(inputs), before, rtol=1e-5, atol=1e-4)
 
 
+class Theirs(lora_runs.Tuned):
+    """With a layer of bitsandbytes' own."""
+
+    trained = False
+
+    def build(self) -> None:
+        """Make the layers."""
+        import bitsandbytes
+
+        super().build()
+        if self.trained:
+            self.enter = bitsandbytes.nn.Linear8bitLt(lora_runs.WIDTH, lora_runs.WIDTH)
+        else:
+            self.enter = bitsandbytes.nn.Linear4bit(lora_runs.WIDTH, lora_runs.WIDTH, quant_type="nf4")
+
+
+class TheirsTrained(Theirs):
+    """One that is trained."""
+
+    trained = True
+
+
+def _theirs(kind: type[Theirs], settings: dict[str, Any]) -> None:
+    lora_runs.fit([], 2, settings, kind=kind)
+
+
+def test_layers_of_bitsandbytes_are_refused_where_their_scales_are_lost() -> None:
+    """Other numbers in silence, or an error of the trace that names no layer."""
+    cases: list[tuple[type[Theirs], dict[str, Any], str]] = [
+        (TheirsTrained, {"zero_stage": 3}, "'enter' is a `Linear8bitLt` that is trained"),
+        (
+            Theirs,
+            {"pipeline_parallel_size": 2},
+            r"'enter' is bitsandbytes' `Linear4bit`.*`lightning_bigmodel.Quantize`",
+        ),
+    ]
+    for kind, settings, message in cases:
+        with pytest.raises(RanksFailedError, match=message):
+            run_ranks(_theirs, 2, kind, settings)
+
+
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     """Codes for a weight that another module reads, or that is not there."""
     tied = TinyTransformer(tied_head=True)
