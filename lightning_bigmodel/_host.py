@@ -331,9 +331,9 @@ def makes_results(operator: Any) -> bool:
 
 
 def is_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a parameter, or a view of one, as what a linear layer keeps of its weight is."""
+    """Whether `tensor` is a parameter, frozen or not, or a view of one, as a linear layer keeps of its weight."""
     base = tensor if tensor._base is None else tensor._base
-    return base.is_leaf and base.requires_grad
+    return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -69,6 +69,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "BigModelStrategy.offload": (str, type(None)),
     "BigModelStrategy.replica_sync": (type(None),),
     "BigModelStrategy.microbatch_weight": (str,),
+    "BigModelStrategy.fused": (bool, type(None)),
     "BigModelStrategy.compile_blocks": (bool, dict),
     "BigModelStrategy.deferred_batch_norm": (bool,),
     "BigModelStrategy.batch_source": (str,),

@@ -31,7 +31,8 @@ class Quantize(Callback):
     Works under every layout of `BigModelStrategy`: with ZeRO codes and scales are spread over the ranks as other
     parameters are, and put together bit by bit where a layer computes. A `tensor_plan` cuts a layer of 4 bits by
     `colwise` where its inputs, and by `rowwise` where each rank's inputs, are a multiple of 64, and is refused
-    elsewhere; then scales stay fp32 (0.047 bytes more an element). `tensor_plan="auto"` leaves these layers whole.
+    elsewhere; then scales stay fp32 (0.047 bytes more an element), and a checkpoint with codes loads elsewhere only
+    with `double_quantization=False`. `tensor_plan="auto"` leaves these layers whole.
 
     Do not use it for layers that are trained; nor for a model that was never trained, whose weights have nothing to
     keep. Weights must be there: load them in the module's constructor or `configure_model`, or before `fit`. A

@@ -106,8 +106,13 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def names_of_parameters(root: nn.Module) -> dict[int, list[str]]:
-    """Id of each parameter -> all its names; a tied one has several."""
+    """Id of each parameter -> its name in each module that uses it; a tied one has several.
+
+    A module that the tree has at two places, such as `self.model` and `self.encoder = self.model.encoder`, is one user.
+    """
     found: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
+    for name, module in root.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
     return found

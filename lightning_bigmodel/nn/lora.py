@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.nn._targets import features_of, is_conv1d, linear_layers, match_names, names_of_parameters
+from lightning_bigmodel.nn.quantized import QuantizedLinear, quantized_layers
 
 __all__ = ["AdapterUpdate", "LoRASettings", "adapter_of", "adapters_of", "add_adapters", "merge_adapters"]
 
@@ -201,8 +202,8 @@ def _add(layer: nn.Module, settings: LoRASettings, seed: int) -> None:
 def merge_adapters(root: nn.Module) -> list[str]:
     """Add each adapter to its layer's weight and take it off, in place; what was frozen takes gradients again.
 
-    The sum is computed in fp32 (fp64 of fp64 weights) and rounded once to the type of the weight. A quantised layer
-    becomes an ordinary one, in the type it computes in.
+    The sum is computed in fp32 (fp64 of fp64 weights) and rounded once to the type of the weight. Quantised layers,
+    with adapters or without, become ordinary ones of the type that they had.
 
     Returns:
         Names of the layers that had adapters.
@@ -215,15 +216,15 @@ def merge_adapters(root: nn.Module) -> list[str]:
         raise ValueError("The module has no adapters to merge. Call `LoRA.merge` on the module that was trained.")
     for name, layer in layers.items():
         weight = layer._parameters["weight"]
-        if not callable(getattr(layer, "dequantize", None)) and not (weight is not None and weight.is_floating_point()):
+        if not isinstance(layer, QuantizedLinear) and not (weight is not None and weight.is_floating_point()):
             raise ValueError(
                 f"{name!r} ({type(layer).__name__}) keeps its weight in a form of its own, which an adapter cannot be "
                 "added to. Quantise it by the `Quantize` callback, or put its plain weights back first."
             )
+    quantized = quantized_layers(root)
+    for quantized_layer in quantized.values():  # those without adapters too
+        quantized_layer.dequantize()
     for layer in layers.values():
-        restore: Any = getattr(layer, "dequantize", None)
-        if callable(restore):
-            restore()
         update = _product(layer)
         weight = layer._parameters["weight"]
         assert weight is not None
@@ -231,7 +232,7 @@ def merge_adapters(root: nn.Module) -> list[str]:
         _remove(layer)
     names = set(root.__dict__.pop(_FROZEN, ()))
     for name, parameter in root.named_parameters():
-        if name in names or name.removesuffix(".weight") in layers:
+        if name in names or name.removesuffix(".weight") in (*layers, *quantized):
             parameter.requires_grad_(parameter.is_floating_point())
     return list(layers)
 

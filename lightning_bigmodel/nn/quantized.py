@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from lightning_bigmodel import _host
 from lightning_bigmodel.nn._targets import is_conv1d, linear_layers, names_of_parameters
 
-__all__ = ["Int8Linear", "NF4Linear", "quantize_layers", "quantized_layers"]
+__all__ = ["Int8Linear", "NF4Linear", "QuantizedLinear", "quantize_layers", "quantized_layers"]
 
 _BLOCK = 64
 _SCALES_BLOCK = 256
@@ -51,8 +51,8 @@ class _FrozenProduct(torch.autograd.Function):
         return (product.to(ctx.input_dtype), None, None, *(None for _ in stored))
 
 
-class _Quantized(nn.Linear):
-    """What the two have in common."""
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose frozen weight is in codes: what the two kinds have in common."""
 
     _stored: tuple[str, ...] = ("weight", "weight_scales")
     bits: int
@@ -100,7 +100,7 @@ class _Quantized(nn.Linear):
         raise RuntimeError("A quantised layer cannot be initialised: quantise one that has its values.")
 
 
-class NF4Linear(_Quantized):
+class NF4Linear(QuantizedLinear):
     """A linear layer whose frozen weight is in 4 bits; see `quantize_layers`, which makes them."""
 
     _stored = ("weight", "weight_scales", "weight_scales_scale", "weight_scales_offset")
@@ -113,7 +113,7 @@ class NF4Linear(_Quantized):
         return _NF4(shape)
 
 
-class Int8Linear(_Quantized):
+class Int8Linear(QuantizedLinear):
     """A linear layer whose frozen weight is in 8 bits; see `quantize_layers`, which makes them."""
 
     bits = 8
@@ -174,9 +174,9 @@ def _from_int8(dtype: torch.dtype, codes: Tensor, scales: Tensor) -> Tensor:
     return (codes.to(made) * (scales.view(torch.float32).to(made) / 127.0)[:, None]).to(dtype)
 
 
-def quantized_layers(root: nn.Module) -> dict[str, nn.Module]:
+def quantized_layers(root: nn.Module) -> dict[str, QuantizedLinear]:
     """Name -> layer, of all layers in 4 or 8 bits."""
-    return {name: module for name, module in root.named_modules() if isinstance(module, _Quantized)}
+    return {name: module for name, module in root.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @torch.no_grad()
@@ -219,13 +219,13 @@ def quantize_layers(
             "Quantised layers are made by bitsandbytes. Run `pip install 'lightning-bigmodel[optim]'`."
         ) from error
     for layer in layers.values():
-        if not isinstance(layer, _Quantized):
+        if not isinstance(layer, QuantizedLinear):
             _convert(layer, bits, double_quantization=double_quantization, whole_scales=whole_scales)
     return layers
 
 
 def _check(name: str, layer: nn.Module, bits: int, users: dict[int, list[str]]) -> None:
-    if isinstance(layer, _Quantized):
+    if isinstance(layer, QuantizedLinear):
         if layer.bits != bits:
             raise ValueError(
                 f"{name!r} has {layer.bits} bits already, and `bits={bits}`. Give the number it was made with."

@@ -60,6 +60,7 @@ from lightning_bigmodel.pipeline.token_weight import TokenWeight
 from lightning_bigmodel.precision.bigmodel import PRECISIONS, BigModelPrecision
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.replicas.sync import GradientSync, ReplicaSync
+from lightning_bigmodel.sharding.fused import check_fused, choose_fused
 from lightning_bigmodel.sharding.materialize import Materializer, has_meta_tensors
 from lightning_bigmodel.sharding.offload import OffloadPolicy
 from lightning_bigmodel.sharding.optimizers import adapt_optimizer, check_parts
@@ -78,6 +79,7 @@ from lightning_bigmodel.strategies.combinations import (
     check_optimizers,
     check_precision,
     check_process_group_settings,
+    check_quantized_layers,
 )
 from lightning_bigmodel.strategies.compiled import CompiledBlocks, check_compile_setting
 from lightning_bigmodel.strategies.manual import ManualOptimization
@@ -161,6 +163,9 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             Lightning), `"sum"` (for losses that are sums), or a callable from a micro-batch to its weight. A
             `training_step` that returns `{"loss": ..., "microbatch_weight": number}` says it itself, for every
             micro-batch with a loss and on all data ranks.
+        fused: How torch's AdamW, Adam and SGD step: `"auto"` with one kernel for all parameters where the module has
+            chosen nothing and there is one, True always, False never. Clipping and loss scales work with each. Default:
+            as the module has chosen.
         compile_blocks: Compile the forward of each block with `torch.compile`, or with such options of it. Blocks are
             those of `blocks`, or the model's repeated modules.
         deferred_batch_norm: Let BatchNorm in training mode normalise by micro-batches, so that numbers in training
@@ -222,6 +227,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         microbatch_weight: Literal["samples", "tokens", "equal", "sum"]
         | TokenWeight
         | Callable[[Any], Any] = "samples",
+        fused: Literal["auto"] | bool | None = None,
         compile_blocks: bool | Mapping[str, Any] = False,
         deferred_batch_norm: bool = False,
         batch_source: Literal["broadcast", "replicated"] = "broadcast",
@@ -283,6 +289,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         )
         self._sharding.check(schedule)
         check_compile_setting(compile_blocks)
+        check_fused(fused)
+        self._fused: Literal["auto"] | bool | None = fused
         self._compile_blocks = compile_blocks
         check_tensor_settings(tensor_parallel_size, tensor_plan)
         if pipeline_parallel_size == "all" and tensor_parallel_size > 1:
@@ -405,6 +413,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        is_cut = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1
+        check_quantized_layers(module, zero_stage=self._sharding.zero_stage, is_cut=is_cut)
         if fitting:
             is_scheduled = self.mesh.pipe_size > 1 or self._microbatches_for(self.mesh.pipe_size) > 1
             is_scheduled = is_scheduled or self._finds_microbatches
@@ -442,6 +452,10 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             # Before the trace, as a step may ask for its optimizers. Parameters stay the same objects throughout.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            if self._fused is not None:
+                device = torch.device("cpu") if self._sharding.policy is not None else self.root_device
+                for optimizer in self.optimizers:
+                    choose_fused(optimizer, self._fused, device)
             if self._replica_sync is not None:
                 for optimizer in self.optimizers:
                     self._replica_sync.check_optimizer(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import optim
+from torch import nn, optim
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -26,6 +27,7 @@ __all__ = [
     "check_optimizers",
     "check_precision",
     "check_process_group_settings",
+    "check_quantized_layers",
 ]
 
 
@@ -161,6 +163,35 @@ def check_module(module: pl.LightningModule, *, is_scheduled: bool = True) -> No
             f"`{name}.training_step(dataloader_iter)` takes batches by itself, so they cannot be split into "
             "micro-batches or shared by the ranks of a pipeline. Use `training_step(batch, batch_idx)`."
         )
+
+
+def check_quantized_layers(module: nn.Module, *, zero_stage: int, is_cut: bool) -> None:
+    """Refuse bitsandbytes' own layers where what they keep beside their parameters would be lost, or be old.
+
+    Args:
+        module: The user's module.
+        zero_stage: Of the strategy.
+        is_cut: Whether ranks hold parts of the model: a pipeline, or tensor parallelism.
+
+    Raises:
+        ValueError: With the layer's name.
+    """
+    theirs: Any = sys.modules.get("bitsandbytes.nn")
+    if theirs is None or not (zero_stage or is_cut):
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, theirs.Linear8bitLt) and layer.state.has_fp16_weights:
+            raise ValueError(
+                f"{name!r} is a `Linear8bitLt` that is trained: it quantises its weight anew only in a forward before "
+                "which there is no gradient, so that its numbers depend on when gradients are there, and with shards "
+                "or stages would be others. Use `nn.Linear`, or `zero_stage=0` without pipeline and tensor ranks."
+            )
+        if isinstance(layer, theirs.Linear8bitLt) or (is_cut and isinstance(layer, theirs.Linear4bit)):
+            raise ValueError(
+                f"{name!r} is bitsandbytes' `{type(layer).__name__}`, which keeps scales beside its parameters, where "
+                "stages, shards and slices cannot take them along. Build it as `nn.Linear`, and let the callback "
+                "`lightning_bigmodel.Quantize` convert it."
+            )
 
 
 def check_callbacks(callbacks: Sequence[Any], *, is_partial: bool) -> None:

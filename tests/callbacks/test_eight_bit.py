@@ -117,7 +117,7 @@ def test_every_layout_and_between_them(kind: str, tmp_path: Path) -> None:
     )
     assert [group["weight_decay"] for group in expected["groups"]][0] == 0.1
     assert expected["groups"][0]["name"] == "first"
-    layouts = LAYOUTS if kind == "AdamW" else {name: LAYOUTS[name] for name in ("zero3", "tensor_zero1")}
+    layouts = LAYOUTS if kind == "AdamW" else {"tensor_zero1": LAYOUTS["tensor_zero1"]}
     for name, (devices, settings) in layouts.items():
         results = run_ranks(_run, devices, devices, settings, kind, 1, str(tmp_path / name), None)
         for result in results:

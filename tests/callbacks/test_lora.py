@@ -217,6 +217,9 @@ def test_dropout_and_what_is_trained_besides() -> None:
     layer = module.blocks[0].up
     assert layer(inputs).equal(layer(inputs))
     assert not layer.train()(inputs).equal(layer(inputs))
+    aliased = lora_runs.Tuned()
+    aliased.last = aliased.blocks[3].up  # one layer at two places is no tied weight
+    assert len(adapters("up").inject(aliased)) == 4
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert trained == {f"blocks.{i}.up.lora_{m}" for i in range(4) for m in "AB"} | {
         "head.weight", "head.bias", "blocks.0.norm.bias",

@@ -23,6 +23,26 @@ def _run(script: str, options: list[str], path: Path, key: str) -> dict[str, dic
     return {result[key]: result for result in json.loads(path.read_text())["results"]}
 
 
+def test_memory_a_parameter(tmp_path: Path) -> None:
+    """Counts of something else than weights, gradients and states; a way that does not save what it claims."""
+    options = ["--width=128", "--num-blocks=2", "--context=8", "--batch-size=1", "--curve-steps=30", "--curve-width=64"]
+    found = _run("memory_per_parameter.py", options, tmp_path / "results.json", "way")
+    full = found["AdamW, fp32"]
+    # Four times four bytes; beside them a text of 10 KB and a few numbers.
+    assert full["zero_0"] == pytest.approx(16, abs=0.3)
+    assert full["zero_3"] == pytest.approx(8, abs=0.3)
+    for stage in ("zero_0", "zero_3"):
+        small = [
+            found[way][stage] for way in ("AdamW of 8 bits, fp32", "LoRA of rank 8, fp32", "QLoRA of rank 8, fp32")
+        ]
+        assert full[stage] > small[0] > small[1] > small[2]
+    curve = [row for row in found.values() if "8 bits" in row]
+    assert len(curve) == 10
+    for row in curve:
+        assert row["8 bits"] == pytest.approx(row["fp32"], rel=0.01)
+    assert any(row["8 bits"] != row["fp32"] for row in curve)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """One run of the benchmark over three schedules: schedule -> what it found."""

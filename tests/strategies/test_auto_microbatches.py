@@ -214,6 +214,12 @@ def test_the_limit_counts_each_storage_while_it_is_kept() -> None:
         abandoned = layer(torch.ones(20, 10, requires_grad=True) * 1.0).tanh()
     del abandoned
     assert limit.saved_bytes == 0
+    layer.requires_grad_(False)  # a frozen base is there anyway, too
+    with limit.watching():
+        frozen = layer(torch.ones(20, 10, requires_grad=True) * 1.0)
+        assert limit.saved_bytes == 0
+    del frozen
+    layer.requires_grad_(True)
     limit.resident_bytes = 9_000
     with limit.watching(), pytest.raises(torch.OutOfMemoryError, match="memory_limit_bytes=10000"):
         layer(torch.ones(20, 10, requires_grad=True) * 1.0).tanh()
