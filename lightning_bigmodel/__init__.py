@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.recompute.full import Full
     from lightning_bigmodel.recompute.offload import Offload
+    from lightning_bigmodel.recompute.optimal import Optimal
     from lightning_bigmodel.recompute.selective import Selective
     from lightning_bigmodel.recompute.square_root import SquareRoot
     from lightning_bigmodel.sharding.offload import OffloadPolicy
@@ -42,6 +43,7 @@ __all__ = [
     "GradientNoiseScale",
     "Offload",
     "OffloadPolicy",
+    "Optimal",
     "PrecisionAudit",
     "PreemptionCheckpoint",
     "Recompute",
@@ -62,6 +64,7 @@ _HOMES = {
     "GradientNoiseScale": "lightning_bigmodel.callbacks.noise_scale",
     "Offload": "lightning_bigmodel.recompute.offload",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
+    "Optimal": "lightning_bigmodel.recompute.optimal",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "Recompute": "lightning_bigmodel.callbacks.recompute",

@@ -86,6 +86,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "OffloadPolicy.kind": (str,),
     "OffloadPolicy.path": (str, type(None)),
     "OffloadPolicy.chunk_bytes": (int, type(None)),
+    "Optimal.budget": (int,),
+    "Optimal.keep": (list, tuple),
+    "Optimal.prefetch": (int,),
     "PrecisionAudit.num_steps": (int,),
     "PrecisionAudit.every_num_steps": (int, type(None)),
     "PrecisionAudit.output_path": (str, type(None)),
@@ -95,6 +98,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "PreemptionCheckpoint.dirpath": (str, type(None)),
     "PreemptionCheckpoint.filename": (str,),
     "Recompute.policy": (type(None),),
+    "Recompute.budget": (int, type(None)),
     "Recompute.blocks": (str, list, tuple),
     "Selective.keep": (list, tuple),
     "SquareRoot.segment": (int, type(None)),
@@ -116,6 +120,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "BigModelStrategy.tensor_plan": {"tensor_parallel_size": 2},
     "BigModelStrategy.memory_limit_bytes": {"num_microbatches": "auto"},
     "BigModelStrategy": {"zero_stage": 3},
+    "Optimal": {"budget": 1},
     "OffloadPolicy": {"kind": "disk", "path": "/tmp"},
 }
 WRONG = ["2", None, ["sqrt"], {"a": 1}, {1}, (1,), 2, 0.5, True, b"x", 1j, int, object()]

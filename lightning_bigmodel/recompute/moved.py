@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_bigmodel import _host
+from lightning_bigmodel.recompute._storages import is_activation
 from lightning_bigmodel.recompute.link import Copy, Link
 from lightning_bigmodel.recompute.spill import SpillFile, SpillFolder
 
@@ -206,11 +207,8 @@ class MovedTensors:
         return _Away(group, storage, tensor)
 
     def _moves(self, tensor: Tensor) -> bool:
-        base = tensor if tensor._base is None else tensor._base
         return (
-            type(tensor) is Tensor
-            and not isinstance(base, nn.Parameter)
-            and tensor.layout is torch.strided
+            is_activation(tensor)
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not _host.is_fake(tensor)

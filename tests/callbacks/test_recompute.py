@@ -13,7 +13,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
-from lightning_bigmodel import Full, Offload, Recompute, Selective, SquareRoot
+from lightning_bigmodel import Full, Offload, Optimal, Recompute, Selective, SquareRoot
+from lightning_bigmodel.recompute.choose import BudgetError
 from lightning_bigmodel.testing import run_ranks
 from tests.callbacks.recompute_runs import Counted, data, trained
 
@@ -82,6 +83,45 @@ def test_weights_are_those_without_it(name: str) -> None:
                     assert index or counted == 2 * plain
                 else:
                     assert counted == plain * (1 if leaves_out or policy == "Offload all" else 2), (policy, index)
+
+
+def _budgeted(strategy: Any, devices: int, budget: int) -> dict[str, Any]:
+    plain = _trained(strategy, None, devices, {})
+    recompute = Recompute(budget=f"{budget}KiB")
+    found = trained(strategy, [recompute], devices)
+    if "schedule" not in strategy:  # ending a failed pipeline takes its time
+        with pytest.raises(
+            BudgetError, match=r"`budget=3000` bytes do not hold .* The least that would do is \d+ bytes"
+        ):
+            trained(strategy, [Recompute(budget=3000)], devices)
+    assert isinstance(recompute.policy, Optimal)
+    assert recompute.policy.plan is not None
+    return {
+        "different": [n for n, value in plain["weights"].items() if not np.array_equal(value, found["weights"][n])],
+        "left": found["left"],
+        "plan": recompute.policy.plan,
+        "num_plans": len(recompute.policy.plans),
+    }
+
+
+@pytest.mark.parametrize(("name", "budget"), [("one", 180), ("interleaved_zero_bubble", 30), ("zero3", 90)])
+def test_a_budget_chooses_for_each_block(name: str, budget: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that choose otherwise for the same blocks, or one that alone is out of budget and leaves the others."""
+    devices, strategy, _ = LAYOUTS[name]
+    ranks = run_ranks(_budgeted, devices, strategy, devices, budget, timeout_seconds=120.0)
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["left"] == []
+        assert rank["num_plans"] == devices
+        assert rank["plan"].peak_bytes <= budget * 1024
+        assert {option.choice for option in rank["plan"].options} != {"save"}
+    names = [rank["plan"].names for rank in ranks]
+    if name == "zero3":
+        assert ranks[0]["plan"] == ranks[1]["plan"]
+    elif devices == 2:
+        assert names == [("blocks.0", "blocks.2"), ("blocks.1", "blocks.3")]
+    shown = capfd.readouterr()
+    assert (shown.out + shown.err).count(f"Activations within {budget}.0 KiB a rank") == 1
 
 
 def test_a_failed_run_leaves_the_module_as_it_was() -> None:
