@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of
+from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of, without_caches
 from lightning_bigmodel.recompute.ambient import Ambient, Keeper, OwnState
 
 __all__ = [
@@ -316,6 +316,7 @@ def run_again_in_backward(
 
     Memory: the inputs of the block, and its activations from the moment that backward reaches it.
     """
+    args, kwargs = without_caches(args, kwargs)
     frame = Frame(name, function, args, kwargs, Ambient(keepers), link, watch)
     first: AbstractContextManager[Any] = nullcontext()
     if contexts is not None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bigmodel.recompute._arguments import without_caches
 from lightning_bigmodel.recompute.policy import Block, Chain, Treatment
 
 __all__ = ["TreatedBlocks"]
@@ -83,6 +82,6 @@ def _treated(holder: _Forward, before: Callable[..., Any] | None, native: Callab
         treatment = holder.treatment
         if treatment is None or not is_own or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return treatment.call(holder.chain, holder.block, function, args, without_caches(kwargs))
+        return treatment.call(holder.chain, holder.block, function, args, kwargs)
 
     return forward
