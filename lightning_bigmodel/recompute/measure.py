@@ -103,10 +103,11 @@ class ChainMeter:
                         self._seen[reference] = block.index
 
         first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
+        is_cuda = any(tensor.is_cuda for tensor in tensors_of((args, kwargs)))
         counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
 
         def metered() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return _together(_kept(watch), counter, first), self._second(numbers, block, second, found)
+            return _together(_kept(watch), counter, first), self._second(numbers, block, second, found, is_cuda)
 
         output = run_again_in_backward(
             block.name, block.own, function, args, kwargs, keepers=chain.keepers, contexts=metered, watch=watch
@@ -130,14 +131,15 @@ class ChainMeter:
         block: Block,
         inner: AbstractContextManager[Any],
         found: Mapping[str, dict[Any, int]],
+        is_cuda: bool,
     ) -> Iterator[None]:
         self._under_way[block.name] -= 1
-        began = _now()
+        began = _now(is_cuda)
         try:
             with inner:
                 yield
         finally:
-            self._clocks.append((numbers, began, _now()))
+            self._clocks.append((numbers, began, _now(is_cuda)))
             together = {**found["input"], **found["kept"], **found["again"]}
             numbers.working_bytes = max(numbers.working_bytes, sum(together.values()))
 
@@ -207,9 +209,9 @@ def operator_name(operator: Any) -> str:
     return str(operator.overloadpacket)
 
 
-def _now() -> Any:
+def _now(is_cuda: bool) -> Any:
     """A time of the host, or one of the device's."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if is_cuda:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -162,7 +162,8 @@ class Optimal(RecomputePolicy):
         return self._treatments_of(found)
 
     def _treatments_of(self, plan: Plan) -> Sequence[Treatment | None]:
-        mover, selective = Mover(Offload(prefetch=self.prefetch)), Selective(self.keep)
+        # All of it: the plan counts on that.
+        mover, selective = Mover(Offload(prefetch=self.prefetch, min_bytes=0)), Selective(self.keep)
         make: dict[str, Callable[[], Treatment | None]] = {
             "save": lambda: None,
             "selective": selective.treatment,

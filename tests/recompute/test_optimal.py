@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from lightning_bigmodel.recompute.choose import BlockCost, BudgetError, Option, choose, options_of, peak_bytes
 from lightning_bigmodel.recompute.full import Full
 from lightning_bigmodel.recompute.install import TreatedBlocks
+from lightning_bigmodel.recompute.moved import MovedTensors
+from lightning_bigmodel.recompute.offload import Moved
 from lightning_bigmodel.recompute.optimal import Optimal
 from lightning_bigmodel.recompute.plan_table import plan_table
 from lightning_bigmodel.recompute.policy import Block, Chain, RecomputePolicy
@@ -115,6 +117,16 @@ def test_a_budget_that_is_too_small_is_named_with_the_least_that_would_do(plain:
 class Linked(Optimal):
     """On a machine with a link."""
 
+    movers: list[Any]
+
+    def _treatments_of(self, plan: Any) -> Any:
+        treatments = super()._treatments_of(plan)
+        self.movers = [treatment.mover for treatment in treatments if isinstance(treatment, Moved)]
+        self.copies = []
+        close = MovedTensors.close
+        self.movers[0].close = lambda: (self.copies.append(self.movers[0].tensors), close(self.movers[0].tensors))
+        return treatments
+
     def bandwidth(self, chain: Chain) -> float:
         """Faster than any block."""
         return 1e15
@@ -123,13 +135,16 @@ class Linked(Optimal):
 def test_blocks_are_moved_where_the_link_is_fast(plain: Any) -> None:
     """A choice that is planned and not made."""
     whole, gradients = plain
-    policy = Linked(int(0.3 * whole.peak_bytes))
+    budget = int(0.3 * whole.peak_bytes)
+    policy = Linked(budget)
     saved, found = gpt(policy)
     assert_equal(found, gradients)
     choices = [option.choice for option in policy.plan.options]
     assert "offload" in choices
     assert sum(option.seconds for option in policy.plan.options) == 0
-    assert saved.peak_bytes <= 0.3 * whole.peak_bytes
+    moved = policy.copies[0]
+    assert moved.num_copies[0] > 0
+    assert saved.peak_bytes + moved.peak_device_bytes <= budget
     text = io.StringIO()
     Console(file=text, width=120).print(plan_table(policy.plans))
     rows = text.getvalue().splitlines()
