@@ -17,6 +17,7 @@ from lightning_bigmodel.recompute.install import TreatedBlocks
 from lightning_bigmodel.recompute.optimal import Optimal
 from lightning_bigmodel.recompute.plan_table import plan_table
 from lightning_bigmodel.recompute.policy import RecomputePolicy
+from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = ["Recompute"]
 
@@ -80,7 +81,14 @@ class Recompute(Callback):
         """The model is sharded and compiled by now, whatever the strategy; nothing has run yet."""
         self._close()
         chain = chain_of(trainer, pl_module, self.blocks)
-        self._treated = TreatedBlocks(chain, self.policy.treatments(chain))
+        treatments = self.policy.treatments(chain)
+        is_cut = isinstance(trainer.strategy, BigModelStrategy) and trainer.strategy.engine.num_stages > 1
+        if not is_cut and not any(treatments):
+            raise ValueError(
+                f"`Recompute` has nothing to do: {len(chain.blocks)} block(s), of which the last is left out as its "
+                "backward directly follows its forward. Leave the callback out, or name finer `blocks`."
+            )
+        self._treated = TreatedBlocks(chain, treatments)
 
     @override
     def on_train_batch_end(

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
-from lightning_bigmodel import Full, Offload, Optimal, Recompute, Selective, SquareRoot
+from lightning_bigmodel import BigModelPrecision, Full, Offload, Optimal, Recompute, Selective, SquareRoot
 from lightning_bigmodel.recompute.choose import BudgetError
 from lightning_bigmodel.testing import run_ranks
 from tests.callbacks.recompute_runs import Counted, data, trained
@@ -185,6 +185,74 @@ def test_compiled_blocks() -> None:
     ((plain, found),) = run_ranks(_compiled, 1)
     assert all(np.array_equal(found["weights"][name], value) for name, value in plain["weights"].items())
     assert found["left"] == []
+
+
+class BatchNormed(Counted):
+    """With running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.dropout = torch.nn.Sequential(OverFeatures(16), torch.nn.Dropout(0.2))
+
+
+class OverFeatures(torch.nn.Module):
+    """BatchNorm of `(samples, positions, features)`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """With features last."""
+        normed: torch.Tensor = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+        return normed
+
+
+def _lists(policy: Any) -> dict[str, Any]:
+    precision = BigModelPrecision(
+        "bf16-mixed",
+        full_precision_ops=["softmax", "gelu"],
+        half_precision_ops=["layer_norm"],
+        full_precision_modules=["blocks.1", "*.mlp.1"],
+    )
+    return trained({"num_microbatches": 2}, policy, module=Counted(), plugins=[precision], max_epochs=1)
+
+
+def _statistics(policy: Any) -> dict[str, Any]:
+    return trained({}, policy, module=BatchNormed(), max_epochs=1)
+
+
+def _deferred(policy: Any) -> dict[str, Any]:
+    strategy = {"num_microbatches": 2, "deferred_batch_norm": True}
+    return trained(strategy, policy, module=BatchNormed(), max_epochs=1)
+
+
+def _differences() -> list[str]:
+    found = []
+    for run in (_lists, _statistics, _deferred):
+        plain = run([])
+        for policy in (Full(), Selective()):
+            other = run([Recompute(policy)])
+            found += [n for n, value in plain["weights"].items() if not np.array_equal(value, other["weights"][n])]
+    return found
+
+
+def test_lists_of_operators_and_running_statistics() -> None:
+    """Operators in other types in the second run; statistics that are moved twice a batch."""
+    assert run_ranks(_differences, 1, timeout_seconds=100.0) == [[]]
+
+
+def test_what_would_run_a_block_three_times_or_not_at_all_is_refused() -> None:
+    """A callback that does nothing, or the same as another one."""
+    with pytest.raises(ValueError, match=r"Two `Recompute` callbacks take `blocks\.0`"):
+        trained("auto", [Recompute(), Recompute(Selective())])
+    with pytest.raises(ValueError, match=r"`Recompute` has nothing to do: 1 block\(s\)"):
+        trained("auto", [Recompute(blocks=["blocks.3"])])
+    module = Counted()
+    module.blocks[2].gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"`blocks\.2` computes its layers again by itself"):
+        trained("auto", [Recompute()], module=module)
 
 
 class Watched(Counted):
