@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.precision.bigmodel import BigModelPrecision
     from lightning_bigmodel.recompute.full import Full
     from lightning_bigmodel.recompute.offload import Offload
+    from lightning_bigmodel.recompute.optimal import Optimal
     from lightning_bigmodel.recompute.selective import Selective
     from lightning_bigmodel.recompute.square_root import SquareRoot
     from lightning_bigmodel.replicas.adaptive_local_sgd import AdaptiveLocalSGD
@@ -75,6 +76,7 @@ __all__ = [
     "Offload",
     "OffloadPolicy",
     "PowerSGD",
+    "Optimal",
     "PrecisionAudit",
     "PreemptionCheckpoint",
     "Quantize",
@@ -112,6 +114,7 @@ _HOMES = {
     "Offload": "lightning_bigmodel.recompute.offload",
     "OffloadPolicy": "lightning_bigmodel.sharding.offload",
     "PowerSGD": "lightning_bigmodel.replicas.power_sgd",
+    "Optimal": "lightning_bigmodel.recompute.optimal",
     "PrecisionAudit": "lightning_bigmodel.callbacks.precision_audit",
     "PreemptionCheckpoint": "lightning_bigmodel.callbacks.preemption",
     "Quantize": "lightning_bigmodel.callbacks.quantize",

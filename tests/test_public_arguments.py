@@ -154,6 +154,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "PowerSGD.exempt": (str, list),
     "PowerSGD.dtype": (str, type(None)),
     "PowerSGD.bucket_bytes": (int,),
+    "Optimal.budget": (int,),
+    "Optimal.keep": (list, tuple),
+    "Optimal.prefetch": (int,),
     "PrecisionAudit.num_steps": (int,),
     "PrecisionAudit.every_num_steps": (int, type(None)),
     "PrecisionAudit.output_path": (str, type(None)),
@@ -172,6 +175,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "SampledThreshold.max_adaptations": (int,),
     "SampledThreshold.resample": (bool,),
     "Recompute.policy": (type(None),),
+    "Recompute.budget": (int, type(None)),
     "Recompute.blocks": (str, list, tuple),
     "Selective.keep": (list, tuple),
     "SquareRoot.segment": (int, type(None)),
@@ -204,6 +208,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "LocalSGD.ranks_inside": {"inside_period": 4},
     "LoRA": {"targets": ["layer"]},
     "Quantize": {"targets": ["layer"]},
+    "Optimal": {"budget": 1},
     "OffloadPolicy": {"kind": "disk", "path": "/tmp"},
 }
 WRONG = ["2", None, ["sqrt"], {"a": 1}, {1}, (1,), 2, 0.5, True, b"x", 1j, int, object()]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_bigmodel.recompute.install import is_treated
 from lightning_bigmodel.recompute.policy import Block, Chain
 from lightning_bigmodel.scaling.casting import keep_region
 from lightning_bigmodel.sharding.units import find_blocks
@@ -24,6 +25,7 @@ def chain_of(trainer: pl.Trainer, module: pl.LightningModule, blocks: Literal["a
         ValueError: Where there are no blocks, or they do not fit the stages of a pipeline.
     """
     found = _named(trainer, module, blocks) if blocks != "auto" else _auto(trainer, module)
+    _refuse_others(module, found)
     strategy = trainer.strategy
     return Chain(
         [Block(name, block, index) for index, (name, block) in enumerate(found.items())],
@@ -31,6 +33,23 @@ def chain_of(trainer: pl.Trainer, module: pl.LightningModule, blocks: Literal["a
         is_compiled=isinstance(strategy, BigModelStrategy) and bool(strategy._compile_blocks),
         keepers=[keep_region],
     )
+
+
+def _refuse_others(module: pl.LightningModule, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse blocks that are computed again already: they would run three times or more."""
+    for name, part in module.named_modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"`{name or type(module).__name__}` computes its layers again by itself "
+                "(`gradient_checkpointing=True`), and `Recompute` would do so once more. Leave "
+                "`gradient_checkpointing_enable()` out."
+            )
+    for name, block in blocks.items():
+        if is_treated(block):
+            raise ValueError(
+                f"Two `Recompute` callbacks take `{name}`. Leave one of them out, or name other blocks in "
+                "`Recompute(blocks=[...])`."
+            )
 
 
 def _auto(trainer: pl.Trainer, module: pl.LightningModule) -> Mapping[str, nn.Module]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from rich.console import Console
 from typing_extensions import override
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._recompute_blocks import chain_of
 from lightning_bigmodel.recompute.full import Full
 from lightning_bigmodel.recompute.install import TreatedBlocks
+from lightning_bigmodel.recompute.optimal import Optimal
+from lightning_bigmodel.recompute.plan_table import plan_table
 from lightning_bigmodel.recompute.policy import RecomputePolicy
+from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = ["Recompute"]
 
@@ -32,7 +37,9 @@ class Recompute(Callback):
     Key-value caches of transformers are left out of calls, as they do it themselves.
 
     Args:
-        policy: `Full()`, `SquareRoot()`, `Selective(...)` or `Offload(...)`. Default: `Full()`.
+        policy: `Full()`, `SquareRoot()`, `Selective(...)`, `Offload(...)` or `Optimal(...)`. Default: `Full()`.
+        budget: Bytes that blocks may save on the device of a rank, as a number or `"24GiB"`: in place of a policy, for
+            the choice for each block that pays least (`Optimal`).
         blocks: `"auto"`: the model's repeated modules; or names or patterns of modules.
 
     Raises:
@@ -48,13 +55,24 @@ class Recompute(Callback):
         ... )
     """
 
-    def __init__(self, policy: RecomputePolicy | None = None, blocks: Literal["auto"] | Sequence[str] = "auto") -> None:
+    def __init__(
+        self,
+        policy: RecomputePolicy | None = None,
+        budget: int | str | None = None,
+        blocks: Literal["auto"] | Sequence[str] = "auto",
+    ) -> None:
         if policy is not None and not isinstance(policy, RecomputePolicy):
             raise ValueError(f"`policy={policy!r}` must be a policy such as `Full()`, or None for that.")
+        if budget is not None and policy is not None:
+            raise ValueError(
+                f"`budget={budget!r}` chooses for each block by itself, and `policy={policy!r}` must be left out then. "
+                "Give one of them."
+            )
         names = list(blocks) if isinstance(blocks, (list, tuple)) else []
         if blocks != "auto" and not (names and all(isinstance(name, str) for name in names)):
             raise ValueError(f"`blocks={blocks!r}` must be 'auto' or a list of module names, such as ['layers.*'].")
-        self.policy = Full() if policy is None else policy
+        chosen = Full() if budget is None else Optimal(budget)
+        self.policy: RecomputePolicy = chosen if policy is None else policy
         self.blocks: Literal["auto"] | list[str] = "auto" if blocks == "auto" else names
         self._treated: TreatedBlocks | None = None
 
@@ -63,7 +81,27 @@ class Recompute(Callback):
         """The model is sharded and compiled by now, whatever the strategy; nothing has run yet."""
         self._close()
         chain = chain_of(trainer, pl_module, self.blocks)
-        self._treated = TreatedBlocks(chain, self.policy.treatments(chain))
+        treatments = self.policy.treatments(chain)
+        is_cut = isinstance(trainer.strategy, BigModelStrategy) and trainer.strategy.engine.num_stages > 1
+        if not is_cut and not any(treatments):
+            raise ValueError(
+                f"`Recompute` has nothing to do: {len(chain.blocks)} block(s), of which the last is left out as its "
+                "backward directly follows its forward. Leave the callback out, or name finer `blocks`."
+            )
+        self._treated = TreatedBlocks(chain, treatments)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._treated is None:
+            return
+        revised = self.policy.revised(self._treated.chain, _host.all_objects)
+        if revised is None:
+            return
+        self._treated.treat(revised)
+        if trainer.is_global_zero and isinstance(self.policy, Optimal) and self.policy.plans:
+            Console().print(plan_table(self.policy.plans))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

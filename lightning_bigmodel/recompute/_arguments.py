@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -72,12 +72,14 @@ def _is_cache(value: Any) -> bool:
     return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
 
 
-def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without transformers' key-value caches, which a block that runs again would fill twice.
+def without_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments without transformers' key-value caches, which a block that runs again would fill twice.
 
     Training reads no cache. Their own layers leave caches out in the same way when they are checkpointed.
     """
-    if not any(_is_cache(value) for value in kwargs.values()):
-        return dict(kwargs)
+    if not any(_is_cache(value) for value in (*args, *kwargs.values())):
+        return tuple(args), dict(kwargs)
     kept = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
-    return {**kept, "use_cache": False} if "use_cache" in kept else kept
+    if "use_cache" in kept:
+        kept["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kept

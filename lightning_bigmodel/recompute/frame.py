@@ -13,18 +13,30 @@ one input.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of
+from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of, without_caches
 from lightning_bigmodel.recompute.ambient import Ambient, Keeper, OwnState
 
-__all__ = ["Frame", "Link", "RecomputeError", "kept_by_autograd", "run_again_in_backward"]
+__all__ = [
+    "Contexts",
+    "Frame",
+    "Link",
+    "RecomputeError",
+    "kept_by_autograd",
+    "noting_second_runs",
+    "run_again_in_backward",
+]
+
+
+# Makes what the first run of a block happens within, and what its second does.
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class RecomputeError(RuntimeError):
@@ -78,6 +90,19 @@ class _Slot:
         self.value: Tensor | None = None
 
 
+_notes: list[Callable[[object, Tensor], None]] = []
+
+
+@contextmanager
+def noting_second_runs(note: Callable[[object, Tensor], None]) -> Iterator[None]:
+    """Within, `note(holder, tensor)` is told of each tensor that is computed again; it is kept while `holder` lives."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+
+
 class Link:
     """Connects frames of blocks that follow one another, for segments that keep the input of their first block only."""
 
@@ -114,6 +139,7 @@ class Frame:
         kwargs: Of the call.
         ambient: The state around the call.
         link: Where inputs may come from the frame before.
+        watch: Told of each tensor that is kept ("input", "saved") or computed again ("again").
     """
 
     def __init__(
@@ -124,8 +150,10 @@ class Frame:
         kwargs: Mapping[str, Any],
         ambient: Ambient,
         link: Link | None,
+        watch: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         self.name = name
+        self._watch = watch
         self.num_runs = 1
         self.own: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.second_context: AbstractContextManager[Any] = nullcontext()
@@ -145,6 +173,8 @@ class Frame:
             if source is not None:
                 source[0]._promised.add(source[1])
             else:
+                if watch is not None:
+                    watch("input", tensor)
                 kept.append(tensor if tensor.is_leaf else tensor.detach())
             self._sources.append(source)
         self._wants_gradient = [tensor.requires_grad for tensor in given]
@@ -158,6 +188,8 @@ class Frame:
         """The hooks of the first run."""
 
         def pack(tensor: Tensor) -> _Slot:
+            if self._watch is not None:
+                self._watch("saved", tensor)
             slot = _Slot(self)
             self._slots.append(weakref.ref(slot))
             self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
@@ -242,9 +274,13 @@ class Frame:
                 f"run and is {_said(kind)} in its second. {_WHY}"
             )
         slot = self._slots[index]()
+        if self._watch is not None:
+            self._watch("again", tensor)
         value = tensor.detach() if tensor.requires_grad else tensor
         if slot is not None and slot.value is None:
             slot.value, slot.frame = value, None
+            for note in _notes:
+                note(slot, tensor)
         if self._is_over and self._next == len(self._slots) and not self._promised:
             raise _Stop
         return value
@@ -259,7 +295,8 @@ def run_again_in_backward(
     *,
     keepers: Sequence[Keeper] = (),
     link: Link | None = None,
-    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+    contexts: Contexts | None = None,
+    watch: Callable[[str, Tensor], None] | None = None,
 ) -> Any:
     """Call `function`, keep its inputs only, and call it again when backward needs what it computed.
 
@@ -272,13 +309,15 @@ def run_again_in_backward(
         keepers: See `Ambient`.
         link: Where inputs may come from the frame before, and outputs go to the next; None: all inputs are kept.
         contexts: Makes what the first and the second run happen within, for selective recomputation.
+        watch: See `Frame`.
 
     Returns:
         What the function returned.
 
     Memory: the inputs of the block, and its activations from the moment that backward reaches it.
     """
-    frame = Frame(name, function, args, kwargs, Ambient(keepers), link)
+    args, kwargs = without_caches(args, kwargs)
+    frame = Frame(name, function, args, kwargs, Ambient(keepers), link, watch)
     first: AbstractContextManager[Any] = nullcontext()
     if contexts is not None:
         first, frame.second_context = contexts()

@@ -25,7 +25,7 @@ class Full(RecomputePolicy):
         every: Take the first block of each `every`.
 
     Raises:
-        ValueError: For what is no whole number of at least 1, and where no block is left to take.
+        ValueError: For what is no whole number of at least 1.
 
     Example:
         >>> from lightning_bigmodel import Full, Recompute

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bigmodel.recompute._arguments import without_caches
 from lightning_bigmodel.recompute.policy import Block, Chain, Treatment
 
-__all__ = ["TreatedBlocks"]
+__all__ = ["TreatedBlocks", "is_treated"]
+
+_MARK = "_bigmodel_recomputes"
 
 
 class TreatedBlocks:
@@ -73,6 +74,11 @@ class _Forward:
             module.__dict__["forward"] = self._before
 
 
+def is_treated(module: nn.Module) -> bool:
+    """Whether a module's forward is one of these."""
+    return hasattr(module.__dict__.get("forward"), _MARK)
+
+
 def _treated(holder: _Forward, before: Callable[..., Any] | None, native: Callable[..., Any]) -> Callable[..., Any]:
     # By this name a pickled module finds the forward of its class again.
     @functools.wraps(native)
@@ -83,6 +89,7 @@ def _treated(holder: _Forward, before: Callable[..., Any] | None, native: Callab
         treatment = holder.treatment
         if treatment is None or not is_own or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return treatment.call(holder.chain, holder.block, function, args, without_caches(kwargs))
+        return treatment.call(holder.chain, holder.block, function, args, kwargs)
 
+    setattr(forward, _MARK, True)
     return forward

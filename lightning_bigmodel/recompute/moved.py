@@ -18,92 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_bigmodel import _host
+from lightning_bigmodel.recompute._away import AwayTensor, MovedStorage, SavedGroup, changed_message, span_of
+from lightning_bigmodel.recompute._storages import is_activation
 from lightning_bigmodel.recompute.link import Copy, Link
-from lightning_bigmodel.recompute.spill import SpillFile, SpillFolder
+from lightning_bigmodel.recompute.spill import SpillFolder
 
 __all__ = ["HostMemoryError", "MovedTensors"]
 
 
 class HostMemoryError(RuntimeError):
     """The host, or the limit on what is taken of it, has no room for what is to be moved there."""
-
-
-class _Storage:
-    """A range of a storage's bytes: on the device, on the host, in a file, or on its way."""
-
-    def __init__(self, owner: MovedTensors, tensor: Tensor, start: int, stop: int) -> None:
-        self.owner, self.start, self.num_bytes = owner, start, stop - start
-        self.version = tensor._version
-        self.alias: Tensor | None = tensor.detach()  # while it is on the device; it shares the version
-        self.host: Tensor | None = None
-        self.file: SpillFile | None = None
-        self.out: Copy | None = None
-        self.fetched: Tensor | None = None
-        self.arriving: Copy | None = None
-
-    def device_bytes(self) -> Tensor:
-        """As it was saved; while it has not left."""
-        assert self.alias is not None
-        bytes_of = torch.empty(0, dtype=torch.uint8, device=self.alias.device)
-        return bytes_of.set_(self.alias.untyped_storage(), self.start, (self.num_bytes,), (1,))
-
-    def check(self, name: str) -> None:
-        """Refuse what has changed since it was saved."""
-        if self.alias is not None and self.alias._version != self.version:
-            raise RuntimeError(_changed(name, self.alias, self.version))
-
-    def __del__(self) -> None:
-        self.owner.forget(self)
-
-
-class _Group:
-    """What one call of one block saved."""
-
-    def __init__(self, name: str, index: int, previous: _Group | None) -> None:
-        self.name, self.index = name, index
-        self._previous = None if previous is None else weakref.ref(previous)
-        self._storages: dict[int, weakref.ref[_Storage]] = {}
-
-    def add(self, storage: _Storage) -> None:
-        """A tensor of it was saved here."""
-        self._storages[id(storage)] = weakref.ref(storage)
-
-    def storages(self) -> Iterator[_Storage]:
-        """Those that backward still needs."""
-        for reference in self._storages.values():
-            storage = reference()
-            if storage is not None:
-                yield storage
-
-    def before(self, count: int) -> Iterator[_Group]:
-        """Groups of the blocks before this one, nearest first."""
-        group: _Group | None = self
-        for _ in range(count):
-            group = None if group is None or group._previous is None else group._previous()
-            if group is None:
-                return
-            yield group
-
-
-class _Away:
-    """What autograd holds in the place of a saved tensor."""
-
-    __slots__ = ("dtype", "group", "offset", "shape", "source", "storage", "stride", "version")
-
-    def __init__(self, group: _Group, storage: _Storage, tensor: Tensor) -> None:
-        self.group, self.storage, self.dtype = group, storage, tensor.dtype
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = tensor.storage_offset() * tensor.element_size() - storage.start
-        self.source, self.version = weakref.ref(tensor), tensor._version
-
-    def view_of(self, held: Tensor) -> Tensor:
-        """The tensor, on the bytes of its storage."""
-        view = torch.empty(0, dtype=self.dtype, device=held.device)
-        offset = (self.offset + held.storage_offset()) // self.dtype.itemsize
-        return view.set_(held.untyped_storage(), offset, self.shape, self.stride)
 
 
 class MovedTensors:
@@ -141,11 +68,11 @@ class MovedTensors:
         self.host_bytes = self.device_bytes = self.peak_device_bytes = self.spilled_bytes = 0
         self.num_copies = [0, 0]
         self._without_room, self._why = 0, ""
-        self._known: dict[tuple[Any, int], list[weakref.ref[_Storage]]] = {}
-        self._recent: deque[_Group] = deque()
-        self._last: _Group | None = None
-        self._current: weakref.ref[_Group] | None = None
-        self._near: list[weakref.ref[_Group]] = []
+        self._known: dict[tuple[Any, int], list[weakref.ref[MovedStorage]]] = {}
+        self._recent: deque[SavedGroup] = deque()
+        self._last: SavedGroup | None = None
+        self._current: weakref.ref[SavedGroup] | None = None
+        self._near: list[weakref.ref[SavedGroup]] = []
         self._in_flight: deque[tuple[Copy, int]] = deque()
         self._lock = threading.RLock()  # a thread writes files
 
@@ -170,7 +97,7 @@ class MovedTensors:
         previous = self._last if self._last is not None and self._last.index < index else None
         if previous is None:
             self._forget_expired()
-        group = self._last = _Group(name, index, previous)
+        group = self._last = SavedGroup(name, index, previous)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(group, tensor), self._unpack):
             yield
         self._recent.append(group)
@@ -184,10 +111,10 @@ class MovedTensors:
             if (kept := [reference for reference in references if reference() is not None])
         }
 
-    def _pack(self, group: _Group, tensor: Tensor) -> Any:
+    def _pack(self, group: SavedGroup, tensor: Tensor) -> Any:
         if not self._moves(tensor):
             return tensor
-        start, stop = _span(tensor)
+        start, stop = span_of(tensor)
         known = self._known.setdefault((_host.storage_reference(tensor), tensor._version), [])
         for reference in known:
             storage = reference()
@@ -197,20 +124,17 @@ class MovedTensors:
             whole = tensor.untyped_storage().nbytes()
             if 2 * (stop - start) >= whole:  # other views of it are likely to be saved too
                 start, stop = 0, whole
-            storage = _Storage(self, tensor, start, stop)
+            storage = MovedStorage(self, tensor, start, stop)
             known.append(weakref.ref(storage))
             self._count_device(storage.num_bytes)
             self._send(storage)
         assert storage is not None
         group.add(storage)
-        return _Away(group, storage, tensor)
+        return AwayTensor(group, storage, tensor)
 
     def _moves(self, tensor: Tensor) -> bool:
-        base = tensor if tensor._base is None else tensor._base
         return (
-            type(tensor) is Tensor
-            and not isinstance(base, nn.Parameter)
-            and tensor.layout is torch.strided
+            is_activation(tensor)
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not _host.is_fake(tensor)
@@ -218,7 +142,7 @@ class MovedTensors:
             and tensor.numel() * tensor.element_size() >= self._min_bytes
         )
 
-    def _send(self, storage: _Storage) -> None:
+    def _send(self, storage: MovedStorage) -> None:
         num_bytes, limit = storage.num_bytes, self._max_host_bytes
         if limit is not None and self.host_bytes + num_bytes > limit:
             self._spill(storage, limit)
@@ -238,7 +162,7 @@ class MovedTensors:
             self.host_bytes += num_bytes
         return buffer
 
-    def _spill(self, storage: _Storage, limit: int) -> None:
+    def _spill(self, storage: MovedStorage, limit: int) -> None:
         """To a file, through a buffer that is given up when it is written."""
         folder, num_bytes = self._folder, storage.num_bytes
         while folder is not None and folder.writing and self.host_bytes + num_bytes > limit:
@@ -257,7 +181,7 @@ class MovedTensors:
         with self._lock:
             self.host_bytes -= num_bytes
 
-    def _start_out(self, storage: _Storage, host: Tensor) -> Copy:
+    def _start_out(self, storage: MovedStorage, host: Tensor) -> Copy:
         copy = self._link.start_out(storage.device_bytes(), host)
         self.num_copies[0] += 1
         self._in_flight.append((copy, storage.num_bytes))
@@ -266,7 +190,7 @@ class MovedTensors:
             self._in_flight.popleft()[0].finish()
         return copy
 
-    def _leave(self, group: _Group) -> None:
+    def _leave(self, group: SavedGroup) -> None:
         """What a group saved leaves the device, as far as it is on the host and later groups do not use it."""
         used = {id(storage) for recent in self._recent for storage in recent.storages()}
         for storage in group.storages():
@@ -275,7 +199,7 @@ class MovedTensors:
             storage.check(group.name)
             self._give_up_device(storage)
 
-    def _give_up_device(self, storage: _Storage) -> None:
+    def _give_up_device(self, storage: MovedStorage) -> None:
         if storage.alias is not None:
             if storage.out is not None:
                 storage.out.wait()
@@ -290,7 +214,7 @@ class MovedTensors:
             storage.fetched = storage.arriving = None
             self.device_bytes -= storage.num_bytes
 
-    def forget(self, storage: _Storage) -> None:
+    def forget(self, storage: MovedStorage) -> None:
         """Nothing refers to it any more."""
         self._give_up_device(storage)
         if storage.host is not None:
@@ -306,14 +230,14 @@ class MovedTensors:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Away):
+        if not isinstance(packed, AwayTensor):
             tensor: Tensor = packed
             return tensor
         group, storage = packed.group, packed.storage
         self._refuse_without_room(group)
         source = packed.source()
         if source is not None and source._version != packed.version:
-            raise RuntimeError(_changed(group.name, source, packed.version))
+            raise RuntimeError(changed_message(group.name, source, packed.version))
         self._enter(group)
         if storage.alias is not None:
             storage.check(group.name)
@@ -325,7 +249,7 @@ class MovedTensors:
         assert storage.fetched is not None
         return packed.view_of(storage.fetched)
 
-    def _enter(self, group: _Group) -> None:
+    def _enter(self, group: SavedGroup) -> None:
         """Backward comes to a group: fetch what it and those after it need, give up what those behind it had."""
         if self._current is not None and self._current() is group:
             return
@@ -347,7 +271,7 @@ class MovedTensors:
                 if storage.file is None or each is group:
                     self._fetch(storage)
 
-    def _fetch(self, storage: _Storage) -> None:
+    def _fetch(self, storage: MovedStorage) -> None:
         """Start to bring a storage back, unless it is on the device."""
         if storage.alias is not None or storage.fetched is not None:
             return
@@ -358,7 +282,7 @@ class MovedTensors:
         self.num_copies[1] += 1
         self._count_device(storage.num_bytes)
 
-    def _refuse_without_room(self, group: _Group) -> None:
+    def _refuse_without_room(self, group: SavedGroup) -> None:
         if not self._without_room:
             return
         least = self.host_bytes + self._without_room
@@ -373,18 +297,3 @@ class MovedTensors:
             f"`{group.name}`. The least that would do is {least} bytes. Set `max_host_bytes` to that if the host has "
             "it, give a `path` for the rest, raise `min_bytes`, or use more micro-batches."
         )
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the first that `tensor` uses to the last."""
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
-    extent = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + size * (1 + extent)
-
-
-def _changed(name: str, tensor: Tensor, version: int) -> str:
-    return (
-        f"A tensor of shape {tuple(tensor.shape)} that `{name}` needs for backward has been modified by an inplace "
-        f"operation: it is at version {tensor._version}, and was saved at version {version}."
-    )

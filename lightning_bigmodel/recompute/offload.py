@@ -16,7 +16,7 @@ from lightning_bigmodel.recompute.link import Link, link_of
 from lightning_bigmodel.recompute.moved import MovedTensors
 from lightning_bigmodel.recompute.policy import Block, Chain, RecomputePolicy, Treatment
 
-__all__ = ["Offload"]
+__all__ = ["Moved", "Mover", "Offload"]
 
 
 class Offload(RecomputePolicy):
@@ -94,14 +94,14 @@ class Offload(RecomputePolicy):
 
     def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
         """Moves what every block saves."""
-        last, mover = len(chain.blocks) - 1, _Mover(self)
+        last, mover = len(chain.blocks) - 1, Mover(self)
         return [
             None if index == last and chain.ends_in_backward else Moved(mover, runs_again=self.saved == "inputs")
             for index in range(len(chain.blocks))
         ]
 
 
-class _Mover:
+class Mover:
     """One `MovedTensors` for a chain, made when its device is known."""
 
     def __init__(self, policy: Offload) -> None:
@@ -109,12 +109,14 @@ class _Mover:
         self.tensors: MovedTensors | None = None
 
     def of(self, module: nn.Module, args: Any) -> MovedTensors:
+        """What moves the tensors of all blocks."""
         if self.tensors is None:
             tensor = next(iter([*tensors_of(args), *module.parameters()]), None)
             self.tensors = self._policy.moved(torch.device("cpu") if tensor is None else tensor.device)
         return self.tensors
 
     def close(self) -> None:
+        """Give up what is held beyond a step."""
         if self.tensors is not None:
             self.tensors.close()
         self.tensors = None
@@ -128,7 +130,7 @@ class Moved(Treatment):
         runs_again: Whether only inputs are saved, and the block runs again.
     """
 
-    def __init__(self, mover: _Mover, *, runs_again: bool) -> None:
+    def __init__(self, mover: Mover, *, runs_again: bool) -> None:
         self.mover, self._runs_again = mover, runs_again
 
     def call(

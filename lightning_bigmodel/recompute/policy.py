@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_bigmodel.recompute.ambient import Keeper, OwnState
-from lightning_bigmodel.recompute.frame import Link, run_again_in_backward
+from lightning_bigmodel.recompute.frame import Contexts, Link, run_again_in_backward
 
 __all__ = ["Again", "Block", "Chain", "RecomputePolicy", "Treatment"]
 
@@ -82,12 +81,11 @@ class Again(Treatment):
     Args:
         contexts: See `run_again_in_backward`.
         is_linked: Whether the block's input is computed again too, from the blocks before it.
-        continues: Whether the next block may do so.
     """
 
     def __init__(
         self,
-        contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None,
+        contexts: Contexts | None = None,
         *,
         is_linked: bool = False,
     ) -> None:
@@ -121,3 +119,15 @@ class RecomputePolicy(ABC):
         Raises:
             ValueError: For settings that cannot take effect on this chain.
         """
+
+    def revised(self, chain: Chain, gather: Callable[[Any], list[Any]]) -> Sequence[Treatment | None] | None:
+        """Called after each training batch: what is done from now on, or None for what was done before.
+
+        Args:
+            chain: The blocks.
+            gather: Gives what each rank gives it, to all of them. Collective.
+
+        Raises:
+            ValueError: On every rank alike, where measuring has shown that the settings cannot take effect.
+        """
+        return None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_bigmodel import _host
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
 from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of
-from lightning_bigmodel.recompute.frame import RecomputeError, kept_by_autograd
+from lightning_bigmodel.recompute.frame import Contexts, RecomputeError, kept_by_autograd
 from lightning_bigmodel.recompute.policy import Again, Chain, RecomputePolicy, Treatment
 
 __all__ = ["Selective", "operators"]
@@ -219,10 +219,14 @@ class Selective(RecomputePolicy):
         """Those that are kept. Not an attribute: torch's operators cannot be sent to another process."""
         return frozenset(op for name in self.keep for op in operators(name))
 
+    def contexts(self) -> Contexts:
+        """What the runs of a block happen within."""
+        kept = self.operators()
+        return lambda: _contexts(kept)
+
     def treatment(self) -> Treatment:
         """What is done with one block."""
-        kept = self.operators()
-        return Again(lambda: _contexts(kept))
+        return Again(self.contexts())
 
     def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
         """Of every block its input and the kept results."""

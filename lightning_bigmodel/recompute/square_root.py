@@ -41,6 +41,6 @@ class SquareRoot(RecomputePolicy):
     def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
         """Of each segment, its first input only."""
         count = len(chain.blocks)
-        size = self.segment or math.isqrt(count - 1) + 1
+        size = self.segment or math.isqrt(max(0, count - 1)) + 1
         last = (count - 1) // size if chain.ends_in_backward else count
         return [None if index // size == last else Again(is_linked=index % size > 0) for index in range(count)]

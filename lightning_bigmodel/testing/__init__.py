@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_bigmodel.testing.counters import CollectiveCounter, ForwardCounter
     from lightning_bigmodel.testing.equivalence import assert_parallel_equivalent
     from lightning_bigmodel.testing.ranks import RanksFailedError, fake_world, run_ranks
+    from lightning_bigmodel.testing.saved_bytes import SavedBytes
     from lightning_bigmodel.testing.tiny import (
         TinyBatchNorm,
         TinyCalledTwice,
@@ -28,6 +29,7 @@ __all__ = [
     "CollectiveCounter",
     "ForwardCounter",
     "RanksFailedError",
+    "SavedBytes",
     "TinyBatchNorm",
     "TinyCalledTwice",
     "TinyChain",
@@ -49,6 +51,7 @@ _HOMES = {
     "CollectiveCounter": "counters",
     "ForwardCounter": "counters",
     "RanksFailedError": "ranks",
+    "SavedBytes": "saved_bytes",
     "assert_parallel_equivalent": "equivalence",
     "fake_world": "ranks",
     "find_microbatch_weight": "weights",

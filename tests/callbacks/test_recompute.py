@@ -13,7 +13,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
-from lightning_bigmodel import Full, Offload, Recompute, Selective, SquareRoot
+from lightning_bigmodel import BigModelPrecision, Full, Offload, Optimal, Recompute, Selective, SquareRoot
+from lightning_bigmodel.recompute.choose import BudgetError
 from lightning_bigmodel.testing import run_ranks
 from tests.callbacks.recompute_runs import Counted, data, trained
 
@@ -84,6 +85,45 @@ def test_weights_are_those_without_it(name: str) -> None:
                     assert counted == plain * (1 if leaves_out or policy == "Offload all" else 2), (policy, index)
 
 
+def _budgeted(strategy: Any, devices: int, budget: int) -> dict[str, Any]:
+    plain = _trained(strategy, None, devices, {})
+    recompute = Recompute(budget=f"{budget}KiB")
+    found = trained(strategy, [recompute], devices)
+    if "schedule" not in strategy:  # ending a failed pipeline takes its time
+        with pytest.raises(
+            BudgetError, match=r"`budget=3000` bytes do not hold .* The least that would do is \d+ bytes"
+        ):
+            trained(strategy, [Recompute(budget=3000)], devices)
+    assert isinstance(recompute.policy, Optimal)
+    assert recompute.policy.plan is not None
+    return {
+        "different": [n for n, value in plain["weights"].items() if not np.array_equal(value, found["weights"][n])],
+        "left": found["left"],
+        "plan": recompute.policy.plan,
+        "num_plans": len(recompute.policy.plans),
+    }
+
+
+@pytest.mark.parametrize(("name", "budget"), [("one", 180), ("interleaved_zero_bubble", 30), ("zero3", 90)])
+def test_a_budget_chooses_for_each_block(name: str, budget: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that choose otherwise for the same blocks, or one that alone is out of budget and leaves the others."""
+    devices, strategy, _ = LAYOUTS[name]
+    ranks = run_ranks(_budgeted, devices, strategy, devices, budget, timeout_seconds=120.0)
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["left"] == []
+        assert rank["num_plans"] == devices
+        assert rank["plan"].peak_bytes <= budget * 1024
+        assert {option.choice for option in rank["plan"].options} != {"save"}
+    names = [rank["plan"].names for rank in ranks]
+    if name == "zero3":
+        assert ranks[0]["plan"] == ranks[1]["plan"]
+    elif devices == 2:
+        assert names == [("blocks.0", "blocks.2"), ("blocks.1", "blocks.3")]
+    shown = capfd.readouterr()
+    assert (shown.out + shown.err).count(f"Activations within {budget}.0 KiB a rank") == 1
+
+
 def test_a_failed_run_leaves_the_module_as_it_was() -> None:
     """Blocks that go on recomputing, or fail, in the next run."""
 
@@ -145,6 +185,74 @@ def test_compiled_blocks() -> None:
     ((plain, found),) = run_ranks(_compiled, 1)
     assert all(np.array_equal(found["weights"][name], value) for name, value in plain["weights"].items())
     assert found["left"] == []
+
+
+class BatchNormed(Counted):
+    """With running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.dropout = torch.nn.Sequential(OverFeatures(16), torch.nn.Dropout(0.2))
+
+
+class OverFeatures(torch.nn.Module):
+    """BatchNorm of `(samples, positions, features)`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """With features last."""
+        normed: torch.Tensor = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+        return normed
+
+
+def _lists(policy: Any) -> dict[str, Any]:
+    precision = BigModelPrecision(
+        "bf16-mixed",
+        full_precision_ops=["softmax", "gelu"],
+        half_precision_ops=["layer_norm"],
+        full_precision_modules=["blocks.1", "*.mlp.1"],
+    )
+    return trained({"num_microbatches": 2}, policy, module=Counted(), plugins=[precision], max_epochs=1)
+
+
+def _statistics(policy: Any) -> dict[str, Any]:
+    return trained({}, policy, module=BatchNormed(), max_epochs=1)
+
+
+def _deferred(policy: Any) -> dict[str, Any]:
+    strategy = {"num_microbatches": 2, "deferred_batch_norm": True}
+    return trained(strategy, policy, module=BatchNormed(), max_epochs=1)
+
+
+def _differences() -> list[str]:
+    found = []
+    for run in (_lists, _statistics, _deferred):
+        plain = run([])
+        for policy in (Full(), Selective()):
+            other = run([Recompute(policy)])
+            found += [n for n, value in plain["weights"].items() if not np.array_equal(value, other["weights"][n])]
+    return found
+
+
+def test_lists_of_operators_and_running_statistics() -> None:
+    """Operators in other types in the second run; statistics that are moved twice a batch."""
+    assert run_ranks(_differences, 1, timeout_seconds=100.0) == [[]]
+
+
+def test_what_would_run_a_block_three_times_or_not_at_all_is_refused() -> None:
+    """A callback that does nothing, or the same as another one."""
+    with pytest.raises(ValueError, match=r"Two `Recompute` callbacks take `blocks\.0`"):
+        trained("auto", [Recompute(), Recompute(Selective())])
+    with pytest.raises(ValueError, match=r"`Recompute` has nothing to do: 1 block\(s\)"):
+        trained("auto", [Recompute(blocks=["blocks.3"])])
+    module = Counted()
+    module.blocks[2].gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"`blocks\.2` computes its layers again by itself"):
+        trained("auto", [Recompute()], module=module)
 
 
 class Watched(Counted):

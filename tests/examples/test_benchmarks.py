@@ -131,3 +131,27 @@ def test_a_rank_keeps_no_more_tensors_than_by_other_hands(pair, sharding_results
     """Whole parameters or gradients that outlive their use are what sharding is there to avoid."""
     theirs, ours = sharding_results[pair]["peak_live_bytes"]
     assert 0 < ours < 1.1 * theirs
+
+
+@pytest.fixture(scope="module")
+def activation_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """What each recompute policy keeps and runs: policy -> numbers."""
+    path = tmp_path_factory.mktemp("benchmark") / "results.json"
+    options = ["bytes", "--width=16", "--num-heads=2", "--context=8", "--batch-size=2", "--num-blocks=8"]
+    return _run("activations.py", options, path, "policy")
+
+
+def test_policies_keep_and_run_what_they_say(activation_results):
+    """A table of policies that did nothing."""
+    results = activation_results
+    forwards = {name: result["forwards"] for name, result in results.items()}
+    assert forwards["none"] == forwards["offload"] == 8
+    assert forwards["full"] == forwards["selective"] == forwards["offload, inputs"] == 15
+    assert forwards["full, every second"] == 12
+    peaks = {name: result["share"] for name, result in results.items()}
+    assert peaks["none"] == 1
+    assert peaks["full"] < peaks["square root"] < peaks["selective"] < 0.8
+    assert peaks["offload"] <= 3 / 8
+    assert peaks["optimal, half the bytes"] <= 0.5
+    # Matrix products are kept: what runs again of them is nothing.
+    assert results["selective"]["flops"] == results["none"]["flops"] < results["full"]["flops"]

@@ -1,0 +1,63 @@
+"""Models of transformers: caches that are filled twice, masks and positions by keyword, outputs of their own types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_bigmodel.recompute.full import Full
+from lightning_bigmodel.recompute.install import TreatedBlocks
+from lightning_bigmodel.recompute.offload import Offload
+from lightning_bigmodel.recompute.policy import Block, Chain
+from lightning_bigmodel.recompute.selective import Selective
+from lightning_bigmodel.recompute.square_root import SquareRoot
+
+TOKENS = torch.randint(64, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
+def _llama() -> tuple[Any, Any]:
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        vocab_size=64,
+        attention_dropout=0.1,
+    )
+    model = LlamaForCausalLM(config)
+    return model, model.model.layers
+
+
+def _gpt2() -> tuple[Any, Any]:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0))
+    return model, model.transformer.h
+
+
+def _gradients(make: Any, policy: Any, use_cache: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, layers = make()
+    model.train()
+    chain = Chain([Block(str(index), layer, index) for index, layer in enumerate(layers)])
+    treated = None if policy is None else TreatedBlocks(chain, policy.treatments(chain))
+    torch.manual_seed(3)
+    model(input_ids=TOKENS, labels=TOKENS, use_cache=use_cache).loss.backward()
+    if treated is not None:
+        treated.close()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:`loss_type=None`")
+@pytest.mark.parametrize("make", [_llama, _gpt2])
+def test_gradients(make: Any) -> None:
+    """A cache that has each key twice in the second run."""
+    expected = _gradients(make, None, False)
+    for policy in (Full(), SquareRoot(), Selective(), Offload(min_bytes=0)):
+        found = _gradients(make, policy, False)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        # With a cache in one of them, keys lie otherwise in memory: sums may round otherwise.
+        found = _gradients(make, policy, True)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
