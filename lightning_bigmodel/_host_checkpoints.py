@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ _REQUEUE = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 def use_complete_checkpoints(
-    strategy_class: type, newest: Callable[[list[Path]], Path | None], lost: Callable[[Path], list[Path]]
+    strategy_class: type, newest: Callable[[list[str]], Path | str | None], lost: Callable[[str], Iterable[Path | str]]
 ) -> None:
     """Let `ckpt_path="last"` and SLURM's "hpc" look at complete checkpoints only, with a strategy of this class.
 
@@ -52,27 +52,28 @@ def use_complete_checkpoints(
     parse = _CheckpointConnector._parse_ckpt_path
     hpc_path: Any = _CheckpointConnector.__dict__["_hpc_resume_path"]
 
-    def candidates(trainer: pl.Trainer) -> list[Path]:
+    def candidates(trainer: pl.Trainer) -> list[str]:
         from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-        found: set[Path] = set()
+        found: set[str] = set()
         for callback in _host.callbacks(trainer):
             if isinstance(callback, ModelCheckpoint):
-                paths = {Path(path) for path in callback._find_last_checkpoints(trainer)}
-                folder = Path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+                paths = callback._find_last_checkpoints(trainer)
+                folder = os.fspath(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+                if "://" in folder:  # which Lightning 2.6 leaves out of what it finds
+                    paths = {str(callback._fs.unstrip_protocol(path)) for path in paths}
                 last = callback.CHECKPOINT_NAME_LAST
-                paths |= {path for path in lost(folder) if path.name.startswith(last)}
-                found |= paths
+                found |= paths | {str(path) for path in lost(folder) if Path(path).name.startswith(last)}
             elif isinstance(callback, OnExceptionCheckpoint):
-                found.add(Path(callback.ckpt_path))
+                found.add(str(callback.ckpt_path))
             elif hasattr(callback, "resume_path"):  # a callback of ours
-                found.add(Path(callback.resume_path(trainer)))
+                found.add(str(callback.resume_path(trainer)))
         return sorted(found)
 
     @wraps(parse)
     def parse_ckpt_path(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         if ckpt_path == "last" and isinstance(self.trainer.strategy, strategy_class):
-            path = newest([*candidates(self.trainer), *requeue_paths(self.trainer)])
+            path = newest([*candidates(self.trainer), *map(str, requeue_paths(self.trainer))])
             if path is not None:
                 return str(path)
             _warn_of_none(state_fn.value)
@@ -87,7 +88,7 @@ def use_complete_checkpoints(
     def hpc_resume_path(self: Any) -> str | None:
         if not isinstance(self.trainer.strategy, strategy_class):
             return hpc_path.fget(self)  # type: ignore[no-any-return]
-        path = newest(_requeue_saves(Path(self.trainer.default_root_dir)))
+        path = newest([str(path) for path in _requeue_saves(Path(self.trainer.default_root_dir))])
         return None if path is None else str(path)
 
     _CheckpointConnector._parse_ckpt_path = parse_ckpt_path  # type: ignore[method-assign]

@@ -88,7 +88,7 @@ class PreemptionCheckpoint(Callback):
     def resume_path(self, trainer: pl.Trainer) -> str:
         """Where the checkpoint is, or will be."""
         folder = trainer.default_root_dir if self.dirpath is None else self.dirpath
-        return str(Path(folder) / f"{self.filename}.ckpt")
+        return os.path.join(folder, f"{self.filename}.ckpt")  # a URL keeps its slashes
 
     # -- handlers ------------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,19 @@
 
 Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``background``
 writes it while training goes on, ``newest`` finds the one to go on from, ``formats`` converts it from and to Lightning
-files and safetensors, ``inspection`` says what there is.
+files and safetensors, ``remote`` and ``local_copy`` write to and read from object stores, ``inspection``
+says what there is.
 """
 
 from lightning_bigmodel.checkpoint._pickle import read_guarded
+from lightning_bigmodel.checkpoint._place import is_remote, local_path
 from lightning_bigmodel.checkpoint.background import BackgroundSaver
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
 from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries, requantization_error
 from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
 from lightning_bigmodel.checkpoint.index import SAME_TENSOR, CheckpointIndex, TensorEntry
 from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
+from lightning_bigmodel.checkpoint.local_copy import LocalCopy, local_copy
 from lightning_bigmodel.checkpoint.newest import (
     find_checkpoint,
     interrupted_names,
@@ -43,6 +46,7 @@ __all__ = [
     "BackgroundSaver",
     "CheckpointIndex",
     "LoadedCheckpoint",
+    "LocalCopy",
     "OptimizerState",
     "Region",
     "RegionLayout",
@@ -56,12 +60,15 @@ __all__ = [
     "inspect_checkpoint",
     "interrupted_names",
     "is_complete",
+    "is_remote",
     "is_sharded_checkpoint",
     "kind_of",
     "link_checkpoint",
     "load_model_state",
     "load_optimizer_state",
     "load_sharded",
+    "local_copy",
+    "local_path",
     "marked_state",
     "model_state_by_name",
     "newest_complete",

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bigmodel.checkpoint._entries import check_given, flat_state
-from lightning_bigmodel.checkpoint._pickle import pickled
+from lightning_bigmodel.checkpoint._pickle import pickled, write_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint._versions import module_versions
+from lightning_bigmodel.checkpoint.index import flush_to_disk, rank_file
 from lightning_bigmodel.checkpoint.regions import TensorRegions
 from lightning_bigmodel.checkpoint.state import OptimizerState
 
-__all__ = ["HostCopies", "SaveContent", "checked_content"]
+__all__ = ["HostCopies", "SaveContent", "checked_content", "write_own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,3 +146,12 @@ class HostCopies:
         with torch.cuda.stream(stream):
             buffer.copy_(source, non_blocking=True)
         source.record_stream(stream)
+
+
+def write_own(directory: Path, rank: int, rank_state: Mapping[str, Any] | bytes) -> dict[str, int]:
+    """Write the rank's state, flush its tensor files; returns the sizes of its files in bytes."""
+    write_pickled(rank_state, directory / rank_file(rank))
+    own = [directory / rank_file(rank), *directory.glob(f"__{rank}_*.distcp")]
+    for path in own[1:]:
+        flush_to_disk(path)
+    return {path.name: path.stat().st_size for path in own}

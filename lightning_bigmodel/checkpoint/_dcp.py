@@ -11,7 +11,7 @@ import io
 import mmap
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def read_values(
     on_read: Progress | None = None,
     is_ours: bool = True,
     is_mapped: bool = False,
+    fetch: Callable[[Collection[str]], None] | None = None,
 ) -> None:
     """Read the keys of ``targets`` in place, without communication.
 
@@ -110,6 +111,7 @@ def read_values(
         is_ours: Whether `write_tensors` wrote it, which wraps what is no tensor.
         is_mapped: Copy out of files mapped into memory, without memory of its own for what is read. Not for network
             file systems that many ranks read at once.
+        fetch: Called with the names of the files that are about to be read, to get them there.
     """
     objects = [key for key, value in targets.items() if not isinstance(value, (torch.Tensor, TensorRegions))]
     remaining = set(targets)
@@ -120,7 +122,7 @@ def read_values(
             remaining.remove(key)
             on_read(key)
 
-    reader = _Reader(directory, weights_only=weights_only, is_mapped=is_mapped)
+    reader = _Reader(directory, weights_only=weights_only, is_mapped=is_mapped, fetch=fetch)
     try:
         with _without_process_group_warning():
             load(
@@ -255,8 +257,16 @@ class _ReadPlanner(DefaultLoadPlanner):
 class _Reader(FileSystemReader):
     """Reads the table of tensors, which torch pickles, by a list of the classes such a table is made of."""
 
-    def __init__(self, directory: Path, *, weights_only: bool, is_mapped: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        weights_only: bool,
+        is_mapped: bool,
+        fetch: Callable[[Collection[str]], None] | None,
+    ) -> None:
         super().__init__(directory)
+        self._fetch = fetch
         self._is_mapped = is_mapped
         # At once: an error inside `load` would be logged and replaced by one that says less.
         self._table = read_table(directory) if weights_only else None
@@ -268,6 +278,8 @@ class _Reader(FileSystemReader):
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        if self._fetch is not None:
+            self._fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
         rest = []
         files: dict[str, mmap.mmap] = {}
         for item in plan.items if self._is_mapped else ():

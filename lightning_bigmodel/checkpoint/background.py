@@ -6,7 +6,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class BackgroundSaver:
         self._is_writing = True
         # A daemon: where a run fails, a disk that does not answer must not keep the process.
         self._thread = threading.Thread(
-            target=self._write, args=(Path(directory), copied[0]), name="bigmodel-checkpoint-writer", daemon=True
+            target=self._write, args=(os.fspath(directory), copied[0]), name="bigmodel-checkpoint-writer", daemon=True
         )
         self._thread.start()
 
@@ -113,7 +112,7 @@ class BackgroundSaver:
             self._thread = None
         self._error = None
 
-    def _write(self, target: Path, content: SaveContent) -> None:
+    def _write(self, target: str, content: SaveContent) -> None:
         try:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread would take memory on the first one

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bigmodel.checkpoint import _dcp, _replace
-from lightning_bigmodel.checkpoint._content import SaveContent, checked_content
+from lightning_bigmodel.checkpoint._content import SaveContent, checked_content, write_own
 from lightning_bigmodel.checkpoint._entries import read_target
 from lightning_bigmodel.checkpoint._names import list_with_nearest
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
+from lightning_bigmodel.checkpoint._place import is_remote, local_path
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint._versions import set_module_versions
 from lightning_bigmodel.checkpoint.foreign import read_parts
@@ -43,6 +44,7 @@ from lightning_bigmodel.checkpoint.index import (
 from lightning_bigmodel.checkpoint.numbered import is_numbered, named_groups, with_names
 from lightning_bigmodel.checkpoint.optimizer_rows import Rows, is_of_other_shard, unmarked_state
 from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
+from lightning_bigmodel.checkpoint.remote import write_remote
 from lightning_bigmodel.checkpoint.state import OptimizerState
 
 __all__ = [
@@ -94,7 +96,8 @@ def save_sharded(
     Memory: one tensor at a time on the CPU beside those given.
 
     Args:
-        directory: Where the checkpoint goes, on storage that all ranks see, such as ``"checkpoints/last.ckpt"``.
+        directory: Where the checkpoint goes, on storage that all ranks see, such as ``"checkpoints/last.ckpt"``, or a
+            URL of fsspec's such as ``"s3://bucket/last.ckpt"``.
         model_state: What this rank owns, from :func:`~lightning_bigmodel.checkpoint.state.model_state_by_name`.
         optimizer_states: This rank's part of each optimizer, in the same order on every rank, from
             :func:`~lightning_bigmodel.checkpoint.state.optimizer_state_by_name`. ``None``: only weights are saved.
@@ -121,11 +124,15 @@ def save_sharded(
         extra_states=extra_states,
         layout=layout,
     )
-    write_content(Path(directory), content, ranks)
+    write_content(directory, content, ranks)
 
 
-def write_content(target: Path, content: SaveContent, ranks: Ranks) -> None:
+def write_content(directory: str | os.PathLike[str], content: SaveContent, ranks: Ranks) -> None:
     """The writing of `save_sharded`, once all ranks have checked what they give."""
+    if is_remote(directory):
+        write_remote(os.fspath(directory), content, ranks)
+        return
+    target = local_path(directory)
     temporary = ranks.agree("Preparing the checkpoint", lambda: _replace.begin_writing(target), only_rank=0)[0]
     if temporary is None:
         raise AssertionError("rank 0 returned no directory")
@@ -133,7 +140,7 @@ def write_content(target: Path, content: SaveContent, ranks: Ranks) -> None:
         ranks.agree("Preparing the checkpoint", lambda: _wait_until_visible(temporary))
         table = _dcp.write_tensors(temporary, dict(content.values), ranks)
         sizes = ranks.agree(
-            "Writing the rank's own files", lambda: _write_own(temporary, ranks.rank, content.rank_state)
+            "Writing the rank's own files", lambda: write_own(temporary, ranks.rank, content.rank_state)
         )
 
         def finish() -> None:
@@ -167,6 +174,7 @@ def load_sharded(
     optimizer_order: Sequence[Sequence[Sequence[str]]] | None = None,
     same_tensor: Sequence[Collection[str]] = (),
     weights_only: bool = True,
+    fetch: Callable[[Collection[str]], None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
     """Read what this rank asks for, whatever layout wrote it. All ranks of the group call it together.
@@ -194,6 +202,8 @@ def load_sharded(
             has optimizer states by that order alone. Default: ``None``, such states keep their place as name.
         same_tensor: Sets of names of one tensor (tied parameters): one of them is enough. Default: ``()``.
         weights_only: See above. Default: ``True``.
+        fetch: Called with the names of the files of tensors before they are read, to get them there; see
+            :func:`~lightning_bigmodel.checkpoint.local_copy`. Default: ``None``, they are there.
         process_group: All ranks that take part. Default: ``None``, the default group, or this process alone.
 
     Raises:
@@ -206,11 +216,13 @@ def load_sharded(
 
     def locate() -> Path:
         found = _replace.find(Path(directory))
-        read_index(found)
+        read_index(found, check_files=fetch is None)
         return found
 
-    # Rank 0 looks whether all files are there: every rank asking after every file would be ranks squared.
-    found = ranks.agree("Opening the checkpoint", locate, only_rank=0)[0]
+    # Rank 0 looks whether all files are there: every rank asking after every file would be ranks squared. Local copies
+    # of a remote one have been looked at, and their folders differ between machines.
+    looking = 0 if fetch is None else ranks.rank
+    found = ranks.agree("Opening the checkpoint", locate, only_rank=0 if fetch is None else None)[looking]
     if found is None:
         raise AssertionError("rank 0 returned no directory")
     loaded: list[LoadedCheckpoint] = []
@@ -231,6 +243,7 @@ def load_sharded(
                 optimizer_order,
                 same_tensor,
                 weights_only,
+                fetch,
             )
         )
 
@@ -268,15 +281,6 @@ def _wait_until_visible(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def _write_own(directory: Path, rank: int, rank_state: Mapping[str, Any] | bytes) -> dict[str, int]:
-    """Write the rank's state, flush its tensor files; returns the sizes of its files in bytes."""
-    write_pickled(rank_state, directory / rank_file(rank))
-    own = [directory / rank_file(rank), *directory.glob(f"__{rank}_*.distcp")]
-    for path in own[1:]:
-        flush_to_disk(path)
-    return {path.name: path.stat().st_size for path in own}
-
-
 def _same_layout(index: CheckpointIndex, layout: Mapping[str, int] | None, num_ranks: int) -> bool:
     return index.num_ranks == num_ranks and (layout is None or index.layout == dict(layout))
 
@@ -293,6 +297,7 @@ def _read(
     optimizer_order: Sequence[Sequence[Sequence[str]]] | None,
     same_tensor: Sequence[Collection[str]],
     weights_only: bool,
+    fetch: Callable[[Collection[str]], None] | None,
 ) -> LoadedCheckpoint:
     available = index.model_names
     names = list(available) if model_names is None else list(model_names)
@@ -325,7 +330,7 @@ def _read(
     targets = {
         at: read_target(index, at, key, regions.get(name), rows.get(name)) for at, (name, key) in sorted(wanted.items())
     }
-    _dcp.read_values(directory, targets, weights_only=weights_only, is_ours=not is_foreign(directory))
+    _dcp.read_values(directory, targets, weights_only=weights_only, is_ours=not is_foreign(directory), fetch=fetch)
     values = {key: value.local if isinstance(value, TensorRegions) else value for key, value in targets.items()}
     model_state: OrderedDict[str, Any] = OrderedDict((name, values[model_key(name)]) for name in names)
     set_module_versions(model_state, pickled["module_versions"])

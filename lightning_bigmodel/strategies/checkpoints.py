@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,12 @@ from lightning_bigmodel.checkpoint import (
     RegionLayout,
     TensorRegions,
     find_checkpoint,
+    is_remote,
     is_sharded_checkpoint,
     load_model_state,
     load_optimizer_state,
     load_sharded,
+    local_copy,
     marked_state,
     model_state_by_name,
     optimizer_state_by_name,
@@ -229,9 +231,11 @@ class CheckpointMixin:
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a sharded directory; with `async_checkpoint` begin to, with the values of this moment.
 
+        A URL of fsspec's, such as `s3://bucket/last.ckpt`, is written to by every rank from a local folder of its own.
+
         Raises:
             TypeError: For `storage_options`, which a sharded directory cannot take.
-            ValueError: For a remote path.
+            RuntimeError: On all ranks: the writing failed on one.
         """
         if storage_options is not None:
             raise TypeError(
@@ -239,12 +243,7 @@ class CheckpointMixin:
                 "out."
             )
         strategy: BigModelStrategy = self
-        if "://" in str(filepath):
-            raise ValueError(
-                f"`{filepath}` is remote, and checkpoints are written by all ranks to storage they share. Give a path "
-                "there, and copy the finished checkpoint (`bigmodel convert` makes one file of it)."
-            )
-        path = Path(strategy.broadcast(str(filepath)))
+        path = strategy.broadcast(str(filepath))
         rest = dict(checkpoint)
         sizer = None if strategy._engine is None else strategy._engine.sizer
         found = strategy._microbatch_state if sizer is None else sizer.state_dict()
@@ -280,11 +279,22 @@ class CheckpointMixin:
         """
         strategy: BigModelStrategy = self
         strategy.finish_saving()
-        path = Path(strategy.broadcast(str(find_checkpoint(checkpoint_path))))
         if weights_only is None:
             weights_only = _host.asked_weights_only()
         # Lightning leaves `None` to torch, which takes fewer classes, and for remote files allows everything.
         weights_only = True if weights_only is None else weights_only
+        if is_remote(checkpoint_path):
+            url = strategy.broadcast(str(checkpoint_path))
+            with strategy._phase("loading a checkpoint"), local_copy(url) as copy:
+                return self._load_local(copy.path, weights_only, copy.fetch)  # type: ignore[no-any-return]
+        return self._load_local(  # type: ignore[no-any-return]
+            Path(strategy.broadcast(str(find_checkpoint(checkpoint_path)))), weights_only, None
+        )
+
+    def _load_local(
+        self: Any, path: Path, weights_only: bool, fetch: Callable[[Collection[str]], None] | None
+    ) -> dict[str, Any]:
+        strategy: BigModelStrategy = self
         with strategy._phase("loading a checkpoint"):
             if not is_sharded_checkpoint(path):
                 if path.is_dir():
@@ -317,6 +327,7 @@ class CheckpointMixin:
                 ],
                 same_tensor=strategy._same_tensor(),
                 weights_only=weights_only,
+                fetch=fetch,
             )
         if lost := left_out - set(loaded.metadata.get(_LEFT_OUT, ())):
             raise ValueError(f"`{path}` lacks {sorted(lost)}, which it was not told to leave out.")

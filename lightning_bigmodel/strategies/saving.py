@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from typing_extensions import override
 from lightning_bigmodel import _host_checkpoints
 from lightning_bigmodel.checkpoint import (
     BackgroundSaver,
+    is_remote,
     link_checkpoint,
+    local_path,
     remove_checkpoint,
     save_sharded,
     save_single,
@@ -33,8 +36,8 @@ class SavingHooks(StrategyBase):
     _checkpoint_parameters = "all"
     _saver: BackgroundSaver | None = None
     # As all ranks know it alike, from the call on: what the disk of rank 0 will show when the save is complete.
-    _path_in_flight: Path | None = None
-    _paths_to_remove: frozenset[Path] = frozenset()
+    _path_in_flight: str | None = None
+    _paths_to_remove: frozenset[str] = frozenset()
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint that is being written in the background is complete. Call it on all ranks together.
@@ -78,7 +81,7 @@ class SavingHooks(StrategyBase):
             return error
         return None
 
-    def _save(self, path: Path, **content: Any) -> None:
+    def _save(self, path: str, **content: Any) -> None:
         """Write a checkpoint, or begin to; the arguments are those of `save_sharded`. Collective."""
         if self._checkpoint_format == "single":
             save_single(path, **content)
@@ -88,26 +91,36 @@ class SavingHooks(StrategyBase):
             return
         self.finish_saving()
         self._saver.save(path, **content)
-        self._path_in_flight = path
-        if _host_checkpoints.is_requeue_path(path):
+        self._path_in_flight = location(path)
+        if _host_checkpoints.is_requeue_path(Path(path)):
             self.finish_saving()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once what replaces it is complete; anything that is none stays."""
-        path = Path(filepath)
+        path = os.fspath(filepath)
         if self._path_in_flight is not None:
-            self._paths_to_remove |= {path.absolute()}
+            self._paths_to_remove |= {location(path)}
         if self.is_global_zero:
             self._once_complete(lambda: self._remove(path))
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: str) -> None:
+        if is_remote(path):
+            self._remove_remote(path)
+            return
         if remove_checkpoint(path):
             return
-        if path.is_dir():
+        if local_path(path).is_dir():
             rank_zero_warn(f"`{path}` was to be removed, but is a directory that is no checkpoint. It stays.")
         else:
             self.checkpoint_io.remove_checkpoint(path)
+
+    def _remove_remote(self, url: str) -> None:
+        try:
+            if not remove_checkpoint(url):
+                rank_zero_warn(f"`{url}` was to be removed, but is no checkpoint. It stays.")
+        except Exception as error:  # of whatever serves the store; the new checkpoint is complete, which matters more
+            rank_zero_warn(f"`{url}` was to be removed, and may still be there ({type(error).__name__}: {error}).")
 
     def _link(self, path: str, link: str) -> None:
         if self.is_global_zero:
@@ -122,11 +135,15 @@ class SavingHooks(StrategyBase):
 
     def _is_taken(self, path: str) -> bool | None:
         """Whether a name is, or will be, that of a checkpoint, while the disk does not show it; None: look there."""
-        absolute = Path(path).absolute()
-        if self._path_in_flight is not None and absolute == self._path_in_flight.absolute():
+        if location(path) == self._path_in_flight:
             return True
-        return False if absolute in self._paths_to_remove else None
+        return False if location(path) in self._paths_to_remove else None
 
     @override
     def on_train_end(self) -> None:
         self.finish_saving()
+
+
+def location(path: str | os.PathLike[str]) -> str:
+    """One text for one place: a URL, or the absolute path."""
+    return os.fspath(path) if is_remote(path) else str(local_path(path).absolute())

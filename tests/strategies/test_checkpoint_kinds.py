@@ -166,20 +166,6 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         BigModelStrategy(checkpoint_parameters="some")  # type: ignore[arg-type]
 
 
-def _save_remote() -> str:
-    with pytest.raises(ValueError, match="remote") as caught:
-        fit("zero1", "memory://bucket/last.ckpt", {})
-    return str(caught.value)
-
-
-def test_remote_paths_are_refused_by_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local folder of the name `memory:`."""
-    monkeypatch.chdir(tmp_path)
-    for message in run_ranks(_save_remote, 2):
-        assert "memory://bucket/last.ckpt" in message
-    assert not list(tmp_path.iterdir())
-
-
 def _save_over_folder(path: str) -> str:
     with pytest.raises(Exception, match="no checkpoint") as caught:
         fit("zero1", path, {"checkpoint_format": "single"})
