@@ -190,7 +190,6 @@ class DGC(SparsifiedSync):
                 continue  # it has momentum and weight decay already
             options, value = gradient.options, gradient.value
             corrected = value.to(wide_type(value.dtype))
-            if options.get("weight_decay"):
             if options.get("weight_decay"):  # no options at all where no optimizer steps it
                 corrected.add_(gradient.parameter, alpha=options["weight_decay"])
             if options.get("momentum"):
