@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bigmodel import BigModelStrategy, EightBitOptimizer
 from lightning_bigmodel.checkpoint import portable_entries, quantized_entries, requantization_error
 from lightning_bigmodel.sharding.eight_bit import to_eight_bit
+from lightning_bigmodel.strategies.checkpoints import _note_quantization
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
 from tests.strategies.trainer_modules import trainer
 
@@ -158,6 +160,17 @@ def test_what_quantising_again_costs(double: bool) -> None:
     rows = {k: v[3:9] if k.startswith("state") else v for k, v in portable.items()}  # from the middle of a block on
     worst, bound = requantization_error(rows, quantized_entries(rows))
     assert 1e-6 < worst < bound < 0.02
+
+
+def test_the_cost_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Moments that are rounded once more without a word, or words about a rounding of fp32."""
+    with caplog.at_level(logging.INFO):
+        _note_quantization([(1e-8, 0.01)])
+        assert "quantised" not in caplog.text
+        _note_quantization([(1e-8, 0.01), (0.004, 0.01)])
+    assert (
+        "quantised again: they differ by up to 0.004 of the largest value in their block (at most 0.01)" in caplog.text
+    )
 
 
 def test_what_has_no_twin_is_refused() -> None:
