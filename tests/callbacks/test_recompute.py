@@ -243,6 +243,25 @@ def test_lists_of_operators_and_running_statistics() -> None:
     assert run_ranks(_differences, 1, timeout_seconds=100.0) == [[]]
 
 
+def _num_parts(limit: int) -> list[int]:
+    found: list[int] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            """How many parts the batch was split into."""
+            found.append(trainer.strategy.engine.num_parts)
+
+    for recompute in ([], [Recompute()]):
+        strategy = {"num_microbatches": "auto", "memory_limit_bytes": limit}
+        trained(strategy, [Look(), *recompute], max_steps=1)
+    return found
+
+
+def test_larger_microbatches_fit() -> None:
+    """An estimate that counts what is given up all the same."""
+    assert run_ranks(_num_parts, 1, 330_000) == [[2, 1]]
+
+
 def test_what_would_run_a_block_three_times_or_not_at_all_is_refused() -> None:
     """A callback that does nothing, or the same as another one."""
     with pytest.raises(ValueError, match=r"Two `Recompute` callbacks take `blocks\.0`"):

@@ -178,7 +178,7 @@ def test_blocks_that_are_called_twice_and_parts_that_are_not_used() -> None:
     assert_same(found[1], found[0])
 
 
-def test_a_users_own_checkpoint_within_a_block() -> None:
+def test_a_users_own_checkpoint_within_a_block_and_around_it() -> None:
     """Frames within frames."""
 
     def nested(weight: Tensor, x: Tensor) -> Tensor:
@@ -186,6 +186,18 @@ def test_a_users_own_checkpoint_within_a_block() -> None:
         return inner.exp()
 
     same_gradients(nested, torch.linspace(-1, 1, 4))
+    for use_reentrant in (True, False):
+        found = []
+        for is_treated in (False, True):
+            block = Function(lambda weight, x: torch.tanh(F.dropout(x * weight, 0.3)).exp())
+            treated = treat(block) if is_treated else None
+            torch.manual_seed(1)
+            x = torch.linspace(-1, 1, 4, requires_grad=True)
+            checkpoint(block, x * 1, use_reentrant=use_reentrant).sum().backward()
+            found.append((x.grad, block.weight.grad))
+            if treated is not None:
+                treated.close()
+        assert_same(found[1], found[0])
 
 
 def test_a_mixture_of_experts_takes_the_same_route() -> None:
