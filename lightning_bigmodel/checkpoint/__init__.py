@@ -13,7 +13,7 @@ from lightning_bigmodel.checkpoint.convert import convert_to_single_file, descri
 from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries, requantization_error
 from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
 from lightning_bigmodel.checkpoint.index import SAME_TENSOR, CheckpointIndex, TensorEntry
-from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
+from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint, saved_hyper_parameters
 from lightning_bigmodel.checkpoint.local_copy import LocalCopy, local_copy
 from lightning_bigmodel.checkpoint.newest import (
     find_checkpoint,
@@ -82,4 +82,5 @@ __all__ = [
     "remove_checkpoint",
     "save_sharded",
     "save_single",
+    "saved_hyper_parameters",
 ]
