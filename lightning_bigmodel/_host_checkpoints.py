@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_bigmodel import _host
 
@@ -29,8 +32,10 @@ __all__ = [
     "share_resume_path",
     "unfollow_saves",
     "use_complete_checkpoints",
+    "use_saved_hyper_parameters",
 ]
 
+_KEYWORDS = ("best", "last", "hpc", "registry")
 _REQUEUE = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
@@ -93,6 +98,39 @@ def use_complete_checkpoints(
 
     _CheckpointConnector._parse_ckpt_path = parse_ckpt_path  # type: ignore[method-assign]
     _CheckpointConnector._hpc_resume_path = property(hpc_resume_path)  # type: ignore[assignment, method-assign]
+
+
+def use_saved_hyper_parameters(read: Callable[[str], dict[str, Any] | None]) -> None:
+    """Let LightningCLI's `--ckpt_path` take the module's hyper-parameters from what `read` knows, as from a file.
+
+    Lightning 2.6 looks into files alone, in a private method that it calls once the arguments are parsed. It is handed
+    a small file that has them.
+
+    Args:
+        read: The hyper-parameters that a checkpoint holds; None for what Lightning reads itself.
+    """
+    from lightning.pytorch.cli import LightningCLI
+
+    parse = LightningCLI._parse_ckpt_path
+
+    @wraps(parse)
+    def parse_ckpt_path(self: Any) -> None:
+        subcommand = self.config.get("subcommand")
+        given = self.config[subcommand].get("ckpt_path") if subcommand else None
+        found = read(os.fspath(given)) if given and given not in _KEYWORDS else None
+        if not found:
+            parse(self)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "hyper_parameters.ckpt")
+            torch.save({"hyper_parameters": found}, path)
+            self.config[subcommand]["ckpt_path"] = path
+            try:
+                parse(self)
+            finally:
+                self.config[subcommand]["ckpt_path"] = given
+
+    LightningCLI._parse_ckpt_path = parse_ckpt_path  # type: ignore[method-assign]
 
 
 def _requeue_path(folder: Path) -> Path:

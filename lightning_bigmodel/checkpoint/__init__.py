@@ -6,14 +6,15 @@ files and safetensors, ``remote`` and ``local_copy`` write to and read from obje
 says what there is.
 """
 
+from lightning_bigmodel.checkpoint._names import why_left_out
 from lightning_bigmodel.checkpoint._pickle import read_guarded
 from lightning_bigmodel.checkpoint._place import is_remote, local_path
 from lightning_bigmodel.checkpoint.background import BackgroundSaver
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file, describe
 from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_entries, requantization_error
 from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
-from lightning_bigmodel.checkpoint.index import SAME_TENSOR, CheckpointIndex, TensorEntry
-from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint
+from lightning_bigmodel.checkpoint.index import LEFT_OUT, SAME_TENSOR, CheckpointIndex, TensorEntry
+from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint, saved_hyper_parameters
 from lightning_bigmodel.checkpoint.local_copy import LocalCopy, local_copy
 from lightning_bigmodel.checkpoint.newest import (
     find_checkpoint,
@@ -45,6 +46,7 @@ from lightning_bigmodel.checkpoint.store import (
 __all__ = [
     "BackgroundSaver",
     "CheckpointIndex",
+    "LEFT_OUT",
     "LoadedCheckpoint",
     "LocalCopy",
     "OptimizerState",
@@ -82,4 +84,6 @@ __all__ = [
     "remove_checkpoint",
     "save_sharded",
     "save_single",
+    "saved_hyper_parameters",
+    "why_left_out",
 ]

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_bigmodel.checkpoint._mapping import bytes_at, map_to_read
-from lightning_bigmodel.checkpoint._pickle import read_pickled
+from lightning_bigmodel.checkpoint._pickle import UnreadableContentError, check_sums, damaged, read_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint.regions import TensorRegions
 
@@ -132,7 +132,12 @@ def read_values(
                 no_dist=True,
             )
     except CheckpointException as failure:
-        raise _only_failure(failure) from None
+        error = _only_failure(failure)
+        if isinstance(error, (UnreadableContentError, OSError)) or not isinstance(error, Exception):
+            raise error from None
+        raise _unfit_table(directory, error) from error
+    except (KeyError, AttributeError, TypeError) as error:  # while torch looks at the table
+        raise _unfit_table(directory, error) from error
     for key in objects if is_ours else ():
         targets[key] = targets[key][0]
     for key in sorted(remaining):  # tensors without elements are not read at all
@@ -148,12 +153,23 @@ def read_table(directory: Path) -> dcp_metadata.Metadata:
     path = directory / ".metadata"
     try:
         with path.open("rb") as file:
-            table = _TableUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ImportError) as error:
-        raise ValueError(f"`{path}` is damaged ({error or type(error).__name__}). Copy it again.") from error
-    if not isinstance(table, dcp_metadata.Metadata):
-        raise ValueError(f"`{path}` is damaged: it holds no table of tensors. Copy it again.")
+            table = _TableUnpickler(file, path).load()
+        if not isinstance(table, dcp_metadata.Metadata):
+            raise TypeError("it holds no table of tensors")
+    except (UnreadableContentError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # damaged bytes lead to any of them
+        raise UnreadableContentError(
+            f"`{path}` is damaged ({error if str(error) else type(error).__name__}). Copy it again."
+        ) from error
     return table
+
+
+def _unfit_table(directory: Path, error: BaseException) -> UnreadableContentError:
+    return UnreadableContentError(
+        f"`{directory}` is damaged: its table of tensors `.metadata` is not of what is asked for"
+        f" ({type(error).__name__}: {error}). Copy it again."
+    )
 
 
 @contextmanager
@@ -295,9 +311,28 @@ class _Reader(FileSystemReader):
                 planner.commit_tensor(item, target)
             else:
                 rest.append(item)
-        left = dataclasses.replace(plan, items=rest) if self._is_mapped else plan
-        done: torch.futures.Future[None] = super().read_data(left, planner)
+        left: dict[str, list[ReadItem]] = {}
+        for item in rest if self._is_mapped else plan.items:
+            left.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in left.items():
+            self._read_file(name, dataclasses.replace(plan, items=items), planner)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
         return done
+
+    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        try:
+            super().read_data(plan, planner)
+        except (UnreadableContentError, OSError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes lead to any of them
+            raise damaged(str(Path(self.path) / name), error) from error
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        # Private; torch 2.11 - 2.14. Where it is not called, sums are not looked at.
+        content = io.BytesIO(super()._slice_file(file, sinfo).read())
+        check_sums(content, str(getattr(file, "name", Path(self.path) / sinfo.relative_path)))
+        return content
 
 
 def _copy_mapped(mapped: mmap.mmap, offset: int, length: int, item: ReadItem, target: torch.Tensor) -> bool:
@@ -373,11 +408,16 @@ class _TableUnpickler(pickle.Unpickler):
         ("pathlib._local", "WindowsPath"),
     }
 
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
-        raise ValueError(
-            f"The checkpoint's table of tensors, `.metadata`, names `{module}.{name}`, which such a table never needs."
-            " It was tampered with, or written by another torch: load with `weights_only=False` only if you trust it."
+        raise UnreadableContentError(
+            f"`{self._path}`, the table of tensors, names `{module}.{name}`, which such a table never needs."
+            " It was damaged or tampered with, or written by another torch: load with `weights_only=False` only if you"
+            " trust it."
         )

@@ -24,3 +24,12 @@ def list_with_nearest(names: Iterable[str], available: Collection[str]) -> str:
         parts.append(f"`{name}` (nearest: `{nearest[0]}`)" if nearest else f"`{name}`")
     rest = f" and {len(ordered) - _MOST_SHOWN} more" if len(ordered) > _MOST_SHOWN else ""
     return ", ".join(parts) + rest
+
+
+def why_left_out(where: object, names: Iterable[str]) -> str:
+    """The text for parameters that are trained now, and were frozen and left out when a checkpoint was saved."""
+    return (
+        f'{where} lacks {list_names(names)}: it was saved with `checkpoint_parameters="trainable"` while they were'
+        " frozen, and here they are trained. Freeze them as they were, or save a checkpoint with"
+        ' `checkpoint_parameters="all"` before they are unfrozen.'
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,10 @@ import torch
 from lightning_bigmodel.checkpoint._harmless import harmless_classes, needed_classes, refused_classes
 from lightning_bigmodel.checkpoint._names import list_names
 from lightning_bigmodel.checkpoint.index import flush_to_disk
+
+
+class UnreadableContentError(ValueError):
+    """A file of a checkpoint is damaged, or has what is refused; the message names it and says what to do."""
 
 
 def pickled(value: Any) -> bytes:
@@ -50,6 +54,8 @@ def read_pickled(
     mapped = mapped and isinstance(source, Path) and zipfile.is_zipfile(source)
 
     def load() -> Any:
+        if not mapped:
+            check_sums(source, str(name or source))
         return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mapped or None)
 
     return _read(source, load, str(name or source)) if weights_only else load()
@@ -66,20 +72,56 @@ def read_guarded(path: Path, load: Callable[..., Any], *, weights_only: bool) ->
     return _read(path, lambda: load(path, weights_only=True), str(path))
 
 
+def check_sums(source: Path | io.BytesIO, name: str) -> None:
+    """Compare what ``torch.save`` wrote with the sums it wrote along, which ``torch.load`` does not look at.
+
+    Raises:
+        UnreadableContentError: They differ.
+    """
+    if not torch.serialization.get_crc32_options():
+        return  # nor are they right where this was turned off
+    try:
+        if zipfile.is_zipfile(source):
+            with zipfile.ZipFile(source) as archive:
+                if (wrong := archive.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the sum of `{wrong}` is not that of what was written")
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, struct.error, EOFError) as error:
+        raise damaged(name, error) from error
+    finally:
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+
+
+def damaged(name: str, error: BaseException) -> UnreadableContentError:
+    """The error that says which file is damaged, and by what that was seen."""
+    return UnreadableContentError(f"`{name}` is damaged, or no checkpoint ({_reason(error)}). Copy it again.")
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def _read(source: Path | io.BytesIO, load: Callable[[], Any], name: str) -> Any:
-    needed = needed_classes(source)
+    try:
+        needed = needed_classes(source)
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:  # of torch's reading of pickles
+        raise damaged(name, error) from error
     if refused := refused_classes(needed):
-        raise ValueError(_refusal(name, f"it asks for {list_names(refused)}"))
+        raise UnreadableContentError(_refusal(name, f"it asks for {list_names(refused)}"))
     try:
         with harmless_classes(needed) as with_kinds:
             return with_kinds(load())
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, OSError) as error:
+    except (UnreadableContentError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # damaged bytes lead to any of them
         if isinstance(error, OSError) and error.filename is not None:
             raise  # it is not there, or may not be read
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "eights only load failed" in str(error) and "persistent" not in reason:
-            raise ValueError(_refusal(name, reason)) from error
-        raise ValueError(f"`{name}` is damaged, or no checkpoint ({reason}). Copy it again.") from error
+        text = str(error)
+        if "eights only load failed" not in text or "persistent" in _reason(error):
+            raise damaged(name, error) from error
+        if "nsupported operand" in text:  # which `torch.save` does not write
+            raise damaged(name, error) from error
+        raise UnreadableContentError(_refusal(name, _reason(error))) from error
 
 
 def _refusal(name: str, reason: str) -> str:

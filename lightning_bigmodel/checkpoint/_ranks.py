@@ -53,7 +53,7 @@ class Ranks:
             try:
                 result = action()
             except Exception as error:
-                failure, cause = (type(error).__name__, str(error)), error
+                failure, cause = (_kind(error), str(error)), error
             except BaseException as error:  # the others must not wait for a rank that is being interrupted
                 failure, interrupt = (type(error).__name__, str(error)), error
         outcomes: list[tuple[tuple[str, str] | None, _Result | None]] = [(None, None)] * self.num_ranks
@@ -83,3 +83,10 @@ class Ranks:
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _kind(error: Exception) -> str:
+    """Name of its type, or of the kept type that one of our own types stands for."""
+    own = type(error).__module__.startswith(__package__ or "")
+    kept = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KEPT_TYPES] if own else []
+    return kept[0] if kept else type(error).__name__

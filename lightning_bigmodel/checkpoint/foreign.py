@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # pr
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_bigmodel.checkpoint import _dcp
-from lightning_bigmodel.checkpoint._pickle import read_pickled
+from lightning_bigmodel.checkpoint._pickle import damaged, read_pickled
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
     METADATA_FILE,
@@ -97,6 +97,8 @@ def read_parts(directory: Path, index: CheckpointIndex, *, weights_only: bool) -
     """
     if not isinstance(index, ForeignIndex):
         found: dict[str, Any] = read_pickled(directory / METADATA_FILE, weights_only=weights_only)
+        if lacking := {"metadata", "param_groups", "module_versions"} - set(found):
+            raise damaged(str(directory / METADATA_FILE), KeyError(f"it lacks {sorted(lacking)}"))
         return found
     table = _dcp.read_table(directory).state_dict_metadata
     values: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 __all__ = [
     "CheckpointIndex",
     "DCP_METADATA_FILE",
+    "LEFT_OUT",
     "METADATA_FILE",
     "SAME_TENSOR",
     "TensorEntry",
@@ -50,6 +51,7 @@ METADATA_FILE = "metadata.pt"
 DCP_METADATA_FILE = ".metadata"
 MODEL_PREFIX = "state_dict."
 EXTRA_PREFIX = "extra."
+LEFT_OUT = "bigmodel_left_out"  # in the metadata: names of frozen parameters, which are what the module is built with
 SAME_TENSOR = "bigmodel_same_tensor"  # in the metadata: sets of names of one tensor, each in the order of the module
 
 
@@ -288,16 +290,21 @@ def read_index(path: str | os.PathLike[str], *, check_files: bool = True) -> Che
         raise ValueError(
             f"`{directory}` is incomplete: its completion mark `{MARK_FILE}` is damaged ({error})."
         ) from None
-    if version > FORMAT_VERSION:
+    if isinstance(version, int) and version > FORMAT_VERSION:
         raise ValueError(
             f"`{directory}` has checkpoint format {version}; this version of lightning_bigmodel reads up to"
             f" {FORMAT_VERSION}. Update lightning_bigmodel."
         )
-    tensors = {
-        key: TensorEntry(shape=tuple(entry["shape"]), dtype=entry["dtype"])
-        for key, entry in content.pop("tensors").items()
-    }
-    index = CheckpointIndex(**{**content, "objects": tuple(content["objects"])}, tensors=tensors)
+    try:
+        tensors = {
+            key: TensorEntry(shape=tuple(entry["shape"]), dtype=entry["dtype"])
+            for key, entry in content.pop("tensors").items()
+        }
+        for entry in tensors.values():
+            entry.torch_dtype  # noqa: B018  # raises
+        index = CheckpointIndex(**{**content, "objects": tuple(content["objects"])}, tensors=tensors)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"`{mark}` is damaged ({type(error).__name__}: {error}). Copy it again.") from None
     if check_files:
         raise_incomplete(directory, wrong_files(directory, index.files))
     return index

@@ -12,13 +12,22 @@ from torch import Tensor
 from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._harmless import needed_classes, refused_classes
 from lightning_bigmodel.checkpoint._pickle import read_pickled
-from lightning_bigmodel.checkpoint.foreign import REST_FILE, ForeignIndex
+from lightning_bigmodel.checkpoint._place import RemotePlace, is_remote, local_path
+from lightning_bigmodel.checkpoint.foreign import REST_FILE, ForeignIndex, read_parts
 from lightning_bigmodel.checkpoint.formats import kind_of
-from lightning_bigmodel.checkpoint.index import METADATA_FILE, TensorEntry, rank_file, read_index, wrong_files
+from lightning_bigmodel.checkpoint.index import (
+    METADATA_FILE,
+    TensorEntry,
+    is_sharded_checkpoint,
+    rank_file,
+    read_index,
+    wrong_files,
+)
+from lightning_bigmodel.checkpoint.local_copy import local_copy
 from lightning_bigmodel.checkpoint.mapped_content import entry_of
 from lightning_bigmodel.checkpoint.safetensors_files import files_of, read_header, shared_names
 
-__all__ = ["inspect_checkpoint"]
+__all__ = ["inspect_checkpoint", "saved_hyper_parameters"]
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
@@ -144,3 +153,27 @@ def _note_code(path: Path, name: str, report: dict[str, Any]) -> None:
 
 def _plain(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
     return {key: {"shape": list(entry.shape), "dtype": entry.dtype} for key, entry in entries.items()}
+
+
+def saved_hyper_parameters(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What `save_hyperparameters` of the module has put into a sharded checkpoint, local or remote.
+
+    Runs no code from the checkpoint, and reads no tensor.
+
+    Returns:
+        Name to value; empty if there are none. None if there is no sharded checkpoint at the path.
+
+    Raises:
+        ValueError: It is incomplete, or has what may run code.
+    """
+    if is_remote(path):
+        url = os.fspath(path)
+        if RemotePlace(url).is_file():
+            return None
+        with local_copy(url) as copy:
+            return saved_hyper_parameters(copy.path)
+    found = _replace.find(local_path(path))
+    if not is_sharded_checkpoint(found):
+        return None
+    metadata = read_parts(found, read_index(found, check_files=False), weights_only=True)["metadata"]
+    return dict(metadata.get("hyper_parameters") or {})

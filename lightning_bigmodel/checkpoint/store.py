@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_bigmodel.checkpoint import _dcp, _replace
 from lightning_bigmodel.checkpoint._content import SaveContent, checked_content, write_own
 from lightning_bigmodel.checkpoint._entries import read_target
-from lightning_bigmodel.checkpoint._names import list_with_nearest
+from lightning_bigmodel.checkpoint._names import list_with_nearest, why_left_out
 from lightning_bigmodel.checkpoint._pickle import read_pickled, write_pickled
 from lightning_bigmodel.checkpoint._place import is_remote, local_path
 from lightning_bigmodel.checkpoint._ranks import Ranks
@@ -28,6 +28,7 @@ from lightning_bigmodel.checkpoint._versions import set_module_versions
 from lightning_bigmodel.checkpoint.foreign import read_parts
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
+    LEFT_OUT,
     METADATA_FILE,
     CheckpointIndex,
     extra_key,
@@ -306,7 +307,9 @@ def _read(
     names = [name for name in names if name not in spared]
     pickled = read_parts(directory, index, weights_only=weights_only)
     all_groups, all_keys = _optimizer_parts(index, pickled["param_groups"], optimizer_order)
-    if missing := set(names) - set(available):
+    if (missing := set(names) - set(available)) and (left := missing & set(pickled["metadata"].get(LEFT_OUT, ()))):
+        raise ValueError(why_left_out(f"`{directory}`", left))
+    if missing:
         raise ValueError(f"`{directory}` lacks {list_with_nearest(missing, available)}.")
     wanted: dict[str, tuple[str, str | None]] = {model_key(name): (name, None) for name in names}
     owners = None if optimizer_names is None else set(optimizer_names)

@@ -43,7 +43,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_bigmodel import _host, _host_checkpoints
-from lightning_bigmodel.checkpoint import interrupted_names, newest_complete
+from lightning_bigmodel.checkpoint import interrupted_names, newest_complete, saved_hyper_parameters
 from lightning_bigmodel.mesh import Layout, MeshLoader, build_pipe_subgroups, build_rank_mesh, seeded_rng
 from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
 from lightning_bigmodel.mesh.rng import capture_rng, derive_seed, restore_rng
@@ -878,3 +878,4 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
 
 _host.use_own_precision(BigModelStrategy, BigModelPrecision, PRECISIONS)
 _host_checkpoints.use_complete_checkpoints(BigModelStrategy, newest_complete, interrupted_names)
+_host_checkpoints.use_saved_hyper_parameters(saved_hyper_parameters)

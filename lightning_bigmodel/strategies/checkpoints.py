@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.checkpoint import (
+    LEFT_OUT,
     SAME_TENSOR,
     RegionLayout,
     TensorRegions,
@@ -34,6 +35,7 @@ from lightning_bigmodel.checkpoint import (
     read_guarded,
     read_index,
     requantization_error,
+    why_left_out,
 )
 from lightning_bigmodel.mesh import AXES
 from lightning_bigmodel.sharding.optimizers import factored_shape, factored_state, state_layout
@@ -254,7 +256,7 @@ class CheckpointMixin:
         model_state = rest.pop("state_dict")
         if self._checkpoint_parameters == "trainable":
             frozen = self._frozen_names()
-            rest[_LEFT_OUT] = sorted(frozen)
+            rest[LEFT_OUT] = sorted(frozen)
             for name in frozen & model_state.keys():
                 del model_state[name]
         optimizer_states = rest.pop("optimizer_states", None)
@@ -329,7 +331,7 @@ class CheckpointMixin:
                 weights_only=weights_only,
                 fetch=fetch,
             )
-        if lost := left_out - set(loaded.metadata.get(_LEFT_OUT, ())):
+        if lost := left_out - set(loaded.metadata.get(LEFT_OUT, ())):
             raise ValueError(f"`{path}` lacks {sorted(lost)}, which it was not told to leave out.")
         strategy._take_rank_state(path, loaded.rank_state)
         checkpoint = dict(loaded.metadata)
@@ -346,11 +348,13 @@ class CheckpointMixin:
     def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Copy the owned values into the module."""
         tensors: Mapping[str, Any] = checkpoint["state_dict"]
-        left_out = set(checkpoint.get(_LEFT_OUT, ())) & self._frozen_names()
+        left_out = set(checkpoint.get(LEFT_OUT, ())) & self._frozen_names()
         owned = self._owned_names() - left_out
         if not checkpoint.get(_IS_SHARDED):
             known = set(self.lightning_module.state_dict(keep_vars=True)) - left_out
             missing, unexpected = known - set(tensors), set(tensors) - known
+            if strict and (left := missing & set(checkpoint.get(LEFT_OUT, ()))):
+                raise ValueError(why_left_out("The checkpoint", left))
             if strict and (missing or unexpected):
                 raise RuntimeError(
                     f"The checkpoint does not fit {type(self.lightning_module).__name__}: missing {sorted(missing)}, "
@@ -461,5 +465,4 @@ def _note_quantization(errors: Sequence[tuple[float, float]]) -> None:
 _FP32_ROUNDING = 1e-6
 _EXTRA_STATE = "_extra_state"
 _IS_SHARDED = "lightning_bigmodel_sharded"
-_LEFT_OUT = "bigmodel_left_out"  # names of frozen parameters, which are what the module is built with
 _MICROBATCH_SIZE = "bigmodel_microbatch_size"  # what `num_microbatches="auto"` has found

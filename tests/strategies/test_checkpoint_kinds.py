@@ -119,6 +119,26 @@ def test_a_trained_parameter_that_is_missing_is_an_error(tmp_path: Path) -> None
         assert "more" in message
 
 
+def _fit_unfrozen(layout: str, path: str) -> str:
+    module = Adapted()
+    module.base[1].requires_grad_(True)
+    with pytest.raises(ValueError, match="frozen") as caught:
+        fit(layout, path, {}, True, 2, module=module)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "single"])
+def test_a_parameter_that_was_unfrozen_since_is_an_error(kind: str, tmp_path: Path) -> None:
+    """A message of names alone, or of one rank alone."""
+    path = str(tmp_path / "small.ckpt")
+    run_ranks(fit, 2, "zero3", path, {"checkpoint_parameters": "trainable", "checkpoint_format": kind})
+    for layout in ("zero3", "pipe"):
+        said = run_ranks(_fit_unfrozen, 2, layout, path)
+        assert said[0] == said[1]
+        assert "`base.1.weight`" in said[0]
+        assert 'checkpoint_parameters="trainable"' in said[0]
+
+
 def _fit_single(path: str) -> list[str]:
     keep = ModelCheckpoint(dirpath=path, save_top_k=1, monitor="loss", save_last="link")
     fit(
