@@ -618,6 +618,11 @@ def callbacks(trainer: pl.Trainer) -> list[Any]:
     return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
+def set_callbacks(trainer: pl.Trainer, chosen: list[Any]) -> None:
+    """The Trainer's callbacks in their order; not within one of their hooks, which goes from one to the next."""
+    trainer.callbacks[:] = chosen  # type: ignore[attr-defined]
+
+
 def evaluation_loader(trainer: pl.Trainer, index: int) -> Any:
     """The loader of that index in the evaluation that runs."""
     combined = trainer._evaluation_loop._combined_loader

@@ -121,6 +121,12 @@ class DiLoCo(ParameterSync):
                 f"`num_fragments={self.num_fragments}` must be at most the number of parameters, "
                 f"here {len(parameters)}."
             )
+        complex_names = [name for name, value in parameters.items() if value.is_complex()]
+        if self.quantize is not None and complex_names:
+            raise ValueError(
+                f"`quantize={self.quantize!r}` has no codes for complex numbers, such as `{complex_names[0]}` has. "
+                "Leave it out."
+            )
         self._device = next((value.device for value in parameters.values()), torch.device("cpu"))
         self._forget()
 

@@ -771,7 +771,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
     def teardown(self) -> None:
         unsaved = self._end_saving()
         if self._engine is not None:
-            self._stop_replica_sync()
+            self._close_replica_sync()
             _host.restore_norm_clipping(self.precision_plugin)
             _host.remove_clipper(self)
             self._end_manual()

@@ -307,6 +307,7 @@ class CheckpointMixin:
                 plain: dict[str, Any] = read_guarded(
                     path, strategy.checkpoint_io.load_checkpoint, weights_only=weights_only
                 )
+                strategy._note_no_replica_state(path)
                 for key in (f"{name}_state_dict" for name in strategy._extra_sets()):
                     if key in plain:
                         plain[key] = strategy.held_parts(plain[key])

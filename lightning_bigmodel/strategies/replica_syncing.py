@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_bigmodel import _host
 from lightning_bigmodel.mesh import build_replica_levels
 from lightning_bigmodel.pipeline.gradient_watch import square_sums
 from lightning_bigmodel.replicas.averaging import sum_numbers
@@ -26,6 +30,24 @@ from lightning_bigmodel.replicas.sync import (
 from lightning_bigmodel.strategies.loss_scaling import LossScaling
 
 __all__ = ["ReplicaSyncing"]
+
+
+class _AgreedFirst(Callback):
+    """The first of all callbacks: they, and the module's hooks, see the agreed weights too.
+
+    Strategies are asked after them.
+    """
+
+    def __init__(self, strategy: ReplicaSyncing) -> None:
+        self._strategy = strategy
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy._use_agreed_weights()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy._end_replica_sync()
 
 
 class ReplicaSyncing(LossScaling):
@@ -90,6 +112,9 @@ class ReplicaSyncing(LossScaling):
                 self._held_trained(),
             )
             self._is_syncing = True
+            if self._agrees_on_weights:
+                trainer = self._trainer()
+                _host.set_callbacks(trainer, [_AgreedFirst(self), *_host.callbacks(trainer)])
             self._resume_replicas()
 
     def _end_replica_sync(self) -> None:
@@ -104,8 +129,14 @@ class ReplicaSyncing(LossScaling):
             self._kept_at_end = self._replica_state()
         self._stop_replica_sync()
 
+    def _close_replica_sync(self) -> None:
+        """At the end of a run, also after a failure. Not collective."""
+        self._stop_replica_sync()
+        trainer = self._trainer()
+        others = [callback for callback in _host.callbacks(trainer) if not isinstance(callback, _AgreedFirst)]
+        _host.set_callbacks(trainer, others)
+
     def _stop_replica_sync(self) -> None:
-        """Not collective: after a failure too."""
         if self._is_syncing:
             self._is_syncing = False
             self._give_back_options()
@@ -333,6 +364,14 @@ class ReplicaSyncing(LossScaling):
             )
             return
         self._saved_replicas = saved[0] if is_own else {"merge": [state["sync"] for state in saved]}
+
+    def _note_no_replica_state(self, path: Any) -> None:
+        """Of a file, which has nothing of the kind."""
+        if self._replica_sync is not None and not isinstance(self._replica_sync, AllReduce):
+            rank_zero_info(
+                f"`{path}` is one file, which has no place for what replicas keep for later steps: "
+                f"`{type(self._replica_sync).__name__}` begins anew, its warm-up too."
+            )
 
     def _resume_replicas(self) -> None:
         """Collective where ZeRO has to hand rows on."""

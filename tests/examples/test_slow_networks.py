@@ -19,7 +19,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("task", "num_syncs"), [("digits", 2), ("text", 3)])
+@pytest.mark.parametrize(("task", "num_syncs"), [("digits", 2), ("text", 4)])
 def test_the_example_writes_a_curve_for_each_way_to_agree(task: str, num_syncs: int, tmp_path: Path) -> None:
     """A class that has moved, or curves that are not those of the run."""
     script = str(_EXAMPLES / "slow_networks" / "train.py")
@@ -39,7 +39,7 @@ def test_the_kept_curves_are_as_good_as_dense_ones() -> None:
             last.setdefault(row["seed"], []).append(float(row[metric]))
     mean = {name: sum(curve[-1] for curve in seeds.values()) / len(seeds) for name, seeds in ends.items()}
     assert mean["DGC(sparsity=0.999)digits"] > mean["AllReducedigits"] - 0.005
-    for name in ("LocalSGD(period=8)", "DiLoCo(period=50)"):
+    for name in ("LocalSGD(period=8), twice the rate", "DiLoCo(period=50)"):
         assert mean[f"{name}text"] < 1.02 * mean["AllReducetext"]
 
 

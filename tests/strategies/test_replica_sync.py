@@ -511,3 +511,34 @@ def test_short_names(name: str) -> None:
 def _named(name: str) -> dict[str, Any]:
     train({}, 2, {"optimizer": "momentum"}, strategy=name)
     return train({}, 2, {"optimizer": "momentum"}, strategy=name)
+
+
+class SeesWeights(Callback):
+    """Keeps the weights that callbacks see."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before the strategy is asked."""
+        if not trainer.sanity_checking:
+            self.seen.append(pl_module.head.weight.detach().clone())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Where users export."""
+        self.seen.append(pl_module.head.weight.detach().clone())
+
+
+def _looks() -> list[torch.Tensor]:
+    looks = SeesWeights()
+    options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 3, "callbacks": [looks]}
+    train({"replica_sync": LocalSGD(period=4)}, 2, {"optimizer": "momentum"}, **options)
+    return looks.seen
+
+
+def test_callbacks_see_the_agreed_weights_too() -> None:
+    """One replica's weights in what a callback exports at the end of training."""
+    first, second = run_ranks(_looks, 2)
+    assert len(first) == 3
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
