@@ -38,8 +38,8 @@ _REPLICAS = 4
 _DENSE_STEPS = 400
 _HERE = Path(__file__).parent
 # Side -> how replicas agree, and a factor of the learning rate. Adam divides by the root of the mean square of
-# gradients, most of which is noise; a replica that steps alone has that of a quarter of the samples, so its steps are up
-# to half as long. For dense sums both rates are shown.
+# gradients, most of which is noise; a replica that steps alone has that of a quarter of the samples, so its steps are
+# up to half as long. For dense sums both rates are shown.
 _TASKS: dict[str, dict[str, tuple[Callable[[], Any], float]]] = {
     "digits": {
         "AllReduce": (AllReduce, 1.0),
