@@ -14,7 +14,14 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bigmodel.sharding.rows import RowShard
 
-__all__ = ["copy_optimizer", "fails_on_empty", "same_random_numbers", "why_parameters_depend", "why_rows_depend"]
+__all__ = [
+    "copy_optimizer",
+    "fails_on_empty",
+    "same_random_numbers",
+    "state_keys",
+    "why_parameters_depend",
+    "why_rows_depend",
+]
 
 # More than the five or six steps after which wrappers such as Lookahead do something else for once.
 _NUM_STEPS = 7
@@ -102,6 +109,21 @@ def _run_some(optimizer: Optimizer, which: Sequence[int]) -> list[Tensor]:
                 parameter.grad = drawn(index, step, group)
         tried.step()
     return [some[at].detach() for at in range(len(which)) for some in parameters]
+
+
+def state_keys(optimizer: Optimizer) -> set[str] | None:
+    """What an optimizer keeps of a parameter after a step, by trial on a small tensor; None if it cannot be tried."""
+    try:
+        with same_random_numbers(optimizer):
+            device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
+            parameters = [[nn.Parameter(torch.ones(5, 4, device=device))] for _ in optimizer.param_groups]
+            tried = copy_optimizer(optimizer, parameters)
+            for (parameter,) in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            tried.step()
+            return {str(key) for (parameter,) in parameters for key in tried.state.get(parameter, {})}
+    except Exception:  # whatever a third party raises
+        return None
 
 
 def fails_on_empty(optimizer: Optimizer, shards: Mapping[int, RowShard]) -> bool:

@@ -22,7 +22,7 @@ from lightning_bigmodel.sharding._bitsandbytes import (
     is_blockwise,
     why_bitsandbytes_needs_wholes,
 )
-from lightning_bigmodel.sharding._probe import fails_on_empty, why_parameters_depend, why_rows_depend
+from lightning_bigmodel.sharding._probe import fails_on_empty, state_keys, why_parameters_depend, why_rows_depend
 from lightning_bigmodel.sharding._step import behaves_as, leave_out_empty, replace_step
 from lightning_bigmodel.sharding.adafactor import step_torch_adafactor, step_transformers_adafactor
 from lightning_bigmodel.sharding.muon import check_muon, step_torch_muon
@@ -37,6 +37,7 @@ __all__ = [
     "factored_shape",
     "factored_state",
     "is_elementwise",
+    "state_keys",
     "state_layout",
 ]
 

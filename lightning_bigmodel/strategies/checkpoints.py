@@ -39,6 +39,7 @@ from lightning_bigmodel.checkpoint import (
 )
 from lightning_bigmodel.mesh import AXES
 from lightning_bigmodel.sharding.optimizers import factored_shape, factored_state, state_layout
+from lightning_bigmodel.strategies.other_optimizers import raise_lost_options, raise_other_states
 
 if TYPE_CHECKING:
     from lightning_bigmodel.pipeline.ownership import ParameterShare
@@ -419,6 +420,8 @@ class CheckpointMixin:
         names = self._parameter_names()
         owned_ids = {id(parameter) for parameter in self._held().owned}
         owned = {names[key] for key in owned_ids}
+        raise_other_states(self.optimizers, checkpoint["optimizer_states"])
+        before = [[set(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
         errors: list[tuple[float, float]] = []
 
         def quantized(entries: dict[str, Any]) -> dict[str, Any]:
@@ -449,6 +452,7 @@ class CheckpointMixin:
                     {k: self._part_of_state(optimizer, name, k, value, regions) for k, value in entries.items()}
                 )
             optimizer.load_state_dict({**saved, "state": state})
+        raise_lost_options(self.optimizers, before)
         _note_quantization(errors)
 
 

@@ -139,6 +139,59 @@ def test_a_parameter_that_was_unfrozen_since_is_an_error(kind: str, tmp_path: Pa
         assert 'checkpoint_parameters="trainable"' in said[0]
 
 
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "Adam": torch.optim.Adam,
+    "Adamax": torch.optim.Adamax,
+    "plain SGD": torch.optim.SGD,
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+class Optimized(Adapted):
+    """With the optimizer it is told."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.make = OPTIMIZERS[optimizer]
+
+    def configure_optimizers(self) -> Any:
+        """Of what is trained."""
+        return self.make(self.adapters.parameters(), lr=0.01)
+
+
+def _save_all(folder: str, settings: dict[str, Any]) -> None:
+    for name in OPTIMIZERS:
+        fit("zero3", f"{folder}/{name}.ckpt", settings, module=Optimized(name))
+
+
+def _go_on(layout: str, path: str, optimizer: str) -> str | None:
+    try:
+        fit(layout, path, {}, True, 2, module=Optimized(optimizer))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", ["sharded", "single"])
+def test_states_of_another_optimizer_are_an_error(kind: str, tmp_path: Path) -> None:
+    """A bare KeyError in the first step, or in one rank alone."""
+    run_ranks(_save_all, 2, str(tmp_path), {"checkpoint_format": kind})
+    for layout, saved, here in [
+        ("zero3", "SGD", "AdamW"),
+        ("pipe", "plain SGD", "AdamW"),
+        ("pipe", "AdamW", "SGD"),
+        ("zero3", "AdamW", "plain SGD"),
+        ("zero3", "Adamax", "Adam"),
+    ]:
+        said = run_ranks(_go_on, 2, layout, str(tmp_path / f"{saved}.ckpt"), here)
+        assert said[0] == said[1], (saved, here)
+        assert f"Optimizer 0 is {here.split()[-1]}" in str(said[0]), (saved, here)
+        assert "another class" in str(said[0])
+    # The states are the same.
+    assert run_ranks(_go_on, 2, "pipe", str(tmp_path / "Adam.ckpt"), "AdamW") == [None, None]
+
+
 def _fit_single(path: str) -> list[str]:
     keep = ModelCheckpoint(dirpath=path, save_top_k=1, monitor="loss", save_last="link")
     fit(

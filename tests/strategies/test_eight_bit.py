@@ -100,3 +100,14 @@ def test_training_and_states_in_any_layout(tmp_path: Path) -> None:
     assert run("auto", 1, 2, folder, "one.ckpt")["losses"] == pytest.approx(expected["losses"][10:], rel=0.01)
     for result in run_ranks(_run, 2, 2, {"zero_stage": 3}, 2, folder, "one.ckpt"):
         assert result["losses"] == pytest.approx(expected["losses"][10:], rel=0.01)
+    # And back to a directory, of the file and of what plain Lightning has saved: codes and scales stay.
+    assert main(["convert", f"{folder}/one.ckpt", f"{folder}/back.ckpt"]) == 0
+    assert main(["convert", f"{plain}/epoch=0.ckpt", f"{folder}/plain.ckpt"]) == 0
+    again = run_ranks(_run, 2, 2, {"zero_stage": 3}, 1, folder, "back.ckpt")
+    for before, after in zip(saved, again, strict=True):
+        for one, other in zip(before["states"], after["states"], strict=True):
+            np.testing.assert_array_equal(other["state1"], one["state1"])
+    for name in ("back.ckpt", "plain.ckpt"):
+        for result in run_ranks(_run, 2, 2, {"zero_stage": 1}, 2, folder, name):
+            assert result["losses"] == pytest.approx(expected["losses"][10:], rel=0.01)
+            assert result["states"][0]["state1"].dtype == np.uint8
