@@ -422,7 +422,14 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             is_partial = self.mesh.pipe_size > 1 or self.mesh.layout.tensor > 1 or self._sharding.zero_stage == 3
             check_callbacks(_host.callbacks(trainer), is_partial=is_partial)
             check_op_lists(self.precision_plugin, self._compile_blocks, self._tensor_parallel_size)
-            check_replica_run(self._replica_sync, self.mesh.layout, self._sharding.zero_stage, trainer, module)
+            check_replica_run(
+                self._replica_sync,
+                self.mesh.layout,
+                self._sharding.zero_stage,
+                trainer,
+                module,
+                self._reduce_dtype(),
+            )
             if self._deferred_batch_norm:
                 least = 2 if self._finds_microbatches else 1
                 check_deferral(module, max(least, self._microbatches_for(self.mesh.pipe_size)), self.mesh.data_size)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_bigmodel import _host
@@ -41,7 +42,12 @@ def check_replica_sync(sync: Any, offload: Any) -> None:
 
 
 def check_replica_run(
-    sync: ReplicaSync | None, layout: Layout, zero_stage: int, trainer: pl.Trainer, module: pl.LightningModule
+    sync: ReplicaSync | None,
+    layout: Layout,
+    zero_stage: int,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    reduce_dtype: torch.dtype | None,
 ) -> None:
     """Refuse combinations that have no meaning; alike on all ranks.
 
@@ -61,6 +67,12 @@ def check_replica_run(
         raise ValueError(f"`replica_sync={name}` says how whole-model replicas agree, but there is only one: {where}.")
     if isinstance(sync, AllReduce):
         return
+    if reduce_dtype is not None and layout.data_shard == 1:
+        raise ValueError(
+            f"`reduce_dtype={str(reduce_dtype).removeprefix('torch.')!r}` is the type in which gradients are summed, "
+            f"but `replica_sync={name}` does not sum them over replicas as they are. Leave it out; the types of "
+            f"messages are settings of `{name}` where it has any."
+        )
     if not module.automatic_optimization:
         raise ValueError(
             f"`replica_sync={name}` follows optimizer steps, which `{type(module).__name__}` takes by itself "

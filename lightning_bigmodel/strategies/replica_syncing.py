@@ -353,6 +353,11 @@ class ReplicaSyncing(LossScaling):
         sync = self._replica_sync
         self._saved_replicas = None
         saved = [state for state in states or () if state is not None]
+        if sync is None and saved and saved[0]["kind"] != AllReduce.__name__:
+            rank_zero_info(
+                f"The checkpoint was saved with `replica_sync={saved[0]['kind']}`, and this run has none: what its "
+                "replicas had kept for later steps is left. Weights, optimizer states and schedules are taken over."
+            )
         if sync is None or (states is not None and not saved):
             return
         own_kind = type(sync).__name__

@@ -465,6 +465,13 @@ REFUSED: dict[str, tuple[int, dict[str, Any], Any, dict[str, Any], str]] = {
     "dgc_clip": (2, {}, DGC, {"gradient_clip_val": 1.0}, "DGC(gradient_clip_val"),
     "average": (2, {}, LocalSGD, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage"),
     "noise": (2, {}, LocalSGD, {"callbacks": [GradientNoiseScale()]}, "GradientNoiseScale"),
+    "reduce_dtype": (
+        2,
+        {},
+        LocalSGD,
+        {"plugins": [BigModelPrecision("bf16-mixed", reduce_dtype="bfloat16")]},
+        "reduce_dtype='bfloat16'",
+    ),
     "levels": (3, {}, functools.partial(HierarchicalAllReduce, ranks_inside=2), {}, "divide"),
 }
 
