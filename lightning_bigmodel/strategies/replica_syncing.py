@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -24,10 +23,9 @@ from lightning_bigmodel.replicas.sync import (
     NamedGradient,
     ParameterSync,
     Replicas,
-    ReplicaSync,
     StepProgress,
 )
-from lightning_bigmodel.strategies.loss_scaling import LossScaling
+from lightning_bigmodel.strategies.replica_state import ReplicaState
 
 __all__ = ["ReplicaSyncing"]
 
@@ -50,7 +48,7 @@ class _AgreedFirst(Callback):
         self._strategy._end_replica_sync()
 
 
-class ReplicaSyncing(LossScaling):
+class ReplicaSyncing(ReplicaState):
     """What happens between replicas beside plain sums of gradients.
 
     A `GradientSync` is asked once a window, when each replica has its own contribution, in unscaled units and finite
@@ -58,20 +56,8 @@ class ReplicaSyncing(LossScaling):
     checkpoints and the end of training see the weights they would agree on, and each replica's own come back after.
     """
 
-    _replica_sync: ReplicaSync | None = None
-    _is_syncing = False  # between the start and the end of training
-    _apart: dict[str, Tensor] | None = None  # this replica's own weights, while the agreed ones are in their place
-    _saved_replicas: Mapping[str, Any] | None = None
     _losses: list[tuple[float, Tensor]]
     _taken_options: list[tuple[dict[str, Any], str, Any]]
-    _kept_at_end: dict[str, Any] | None = None  # of a `GradientSync`, for checkpoints that are saved after the run
-
-    # -- what it decides -----------------------------------------------------------------------------------------------
-
-    @property
-    def _agrees_on_weights(self) -> bool:
-        """Whether each replica steps by its own gradients."""
-        return isinstance(self._replica_sync, ParameterSync)
 
     @property
     def _overlap(self) -> AllReduce | None:
@@ -81,9 +67,6 @@ class ReplicaSyncing(LossScaling):
             return AllReduce()
         is_early = isinstance(sync, AllReduce) and sync.overlap and self.mesh.layout.data_shard == 1
         return sync if isinstance(sync, AllReduce) and is_early and self._sharded is None else None
-
-    def _replica_group(self) -> dist.ProcessGroup:
-        return self.mesh.device_mesh.get_group("data_replicate")
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -208,24 +191,7 @@ class ReplicaSyncing(LossScaling):
             group[name] = value
         self._taken_options = []
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    def _held_owned(self, only_trained: bool = False) -> dict[str, Tensor]:
-        """Name -> what is held of each parameter here; in one order on all replicas."""
-        share, sharded = self.engine.share, self._sharded
-        assert share is not None
-        holder = self.engine.places.holder if sharded is None else sharded.holder
-        return {share.names[id(p)]: holder(p).data for p in share.owned if p.requires_grad or not only_trained}
-
-    def _held_trained(self) -> dict[str, Tensor]:
-        """What optimizers hold of each parameter that takes gradients."""
-        return self._held_owned(only_trained=True)
-
-    def _held_apart(self) -> dict[str, Tensor]:
-        """What is trained, and what was until it was frozen and replicas have not agreed on since."""
-        assert isinstance(self._replica_sync, ParameterSync)
-        held = self._held_owned()
-        return {name: held[name] for name in {**self._held_trained(), **self._replica_sync.apart}}
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _note_loss(self, weight: float, loss: Tensor | None) -> None:
         if (
@@ -278,158 +244,3 @@ class ReplicaSyncing(LossScaling):
                 average_optimizer_state(
                     {name: states.get(name, {}) for name in held}, self._replica_group(), sync.average_alike
                 )
-
-    def _names_of_held(self) -> dict[int, str]:
-        share, sharded = self.engine.share, self._sharded
-        assert share is not None
-        found = dict(share.names)
-        if sharded is not None:
-            found.update({key: record.name for key, record in sharded.records.items()})
-        return found
-
-    def _agreed_weights(self) -> dict[str, Tensor]:
-        """What stands in a checkpoint for this replica's own weights; nothing where it is in use. Collective."""
-        if not self._is_syncing or not self._agrees_on_weights or self._apart is not None:
-            return {}
-        assert isinstance(self._replica_sync, ParameterSync)
-        with self._phase("agreeing on weights"):
-            return self._replica_sync.agreed(self._held_apart())
-
-    def _use_agreed_weights(self) -> None:
-        """Until `_use_own_weights`. Memory: the weights once more. Collective."""
-        agreed = self._agreed_weights()
-        if agreed:
-            self._apart = {name: value.clone() for name, value in self._held_apart().items()}
-            self._write_weights(agreed)
-
-    def _use_own_weights(self) -> None:
-        own, self._apart = self._apart, None
-        if own is not None:
-            self._write_weights(own)
-
-    @torch.no_grad()
-    def _write_weights(self, weights: Mapping[str, Tensor]) -> None:
-        # What takes gradients may be other than when they were kept: callbacks freeze and unfreeze in between.
-        held = self._held_owned()
-        for name, value in weights.items():
-            held[name].copy_(value)
-        if self._sharded is not None:
-            self._sharded.shards.publish()
-
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def _replica_state(self) -> dict[str, Any] | None:
-        """What this rank needs to go on where it is: copies on the host."""
-        sync = self._replica_sync
-        if sync is None or not hasattr(sync, "replicas"):
-            return None
-        if self._kept_at_end is not None:
-            return self._kept_at_end
-        state: dict[str, Any] = {
-            "kind": type(sync).__name__,
-            "sync": sync.state_dict(),
-            "weights": None,
-            "states": None,
-        }
-        if isinstance(sync, ParameterSync):
-            if self._is_syncing:
-                state["weights"] = self._held_apart() if self._apart is None else self._apart
-            if self._engine is not None and sync.replicas.rank:  # those of the first are the checkpoint's
-                names = self._names_of_held()
-                state["states"] = [
-                    {names[id(p)]: entries for p, entries in optimizer.state.items() if id(p) in names}
-                    for optimizer in self.optimizers
-                ]
-        found: dict[str, Any] = _on_host(state)
-        return found
-
-    def _take_replica_state(self, states: Sequence[Mapping[str, Any] | None] | None, *, is_own: bool) -> None:
-        """Keep what a checkpoint has until training starts.
-
-        Args:
-            states: Of this rank if `is_own`; else of all replicas that saved it; None if their parts have no like here.
-            is_own: Whether the layout is the one that saved.
-        """
-        sync = self._replica_sync
-        self._saved_replicas = None
-        saved = [state for state in states or () if state is not None]
-        if sync is None and saved and saved[0]["kind"] != AllReduce.__name__:
-            rank_zero_info(
-                f"The checkpoint was saved with `replica_sync={saved[0]['kind']}`, and this run has none: what its "
-                "replicas had kept for later steps is left. Weights, optimizer states and schedules are taken over."
-            )
-        if sync is None or (states is not None and not saved):
-            return
-        own_kind = type(sync).__name__
-        if states is None or any(state["kind"] != own_kind for state in saved):
-            what = "another layout" if states is None else f"`{saved[0]['kind']}`"
-            rank_zero_info(
-                f"The checkpoint was saved under {what}, so `{own_kind}` begins anew: what its replicas had kept for "
-                "later steps is left. Weights, optimizer states and schedules are taken over."
-            )
-            return
-        self._saved_replicas = saved[0] if is_own else {"merge": [state["sync"] for state in saved]}
-
-    def _note_no_replica_state(self, path: Any) -> None:
-        """Of a file, which has nothing of the kind."""
-        if self._replica_sync is not None and not isinstance(self._replica_sync, AllReduce):
-            rank_zero_info(
-                f"`{path}` is one file, which has no place for what replicas keep for later steps: "
-                f"`{type(self._replica_sync).__name__}` begins anew, its warm-up too."
-            )
-
-    def _resume_replicas(self) -> None:
-        """Collective where ZeRO has to hand rows on."""
-        saved, self._saved_replicas = self._saved_replicas, None
-        sync = self._replica_sync
-        if saved is None or sync is None:
-            return
-        if "merge" in saved:
-            merged = sync.merged_state(saved["merge"])
-            rank_zero_info(
-                f"The checkpoint was saved by {len(saved['merge'])} replicas and is loaded by {sync.replicas.size}: "
-                f"what `{type(sync).__name__}` had kept for later steps is "
-                + ("shared out among them." if merged is not None else "left.")
-                + (" All replicas begin with the agreed weights." if self._agrees_on_weights else "")
-            )
-            if merged is not None:
-                sync.load_state_dict(merged)
-            return
-        sync.load_state_dict(saved["sync"])
-        if saved["weights"] is not None:
-            assert isinstance(sync, ParameterSync)
-            self._write_weights(saved["weights"])
-            held = self._held_owned()
-            sync.before_step({name: held[name] for name in saved["weights"]})  # apart, whatever is trained from here on
-        if saved["states"] is not None:
-            names = self._names_of_held()
-            keys = {name: key for key, name in names.items()}
-            for optimizer, entries in zip(self.optimizers, saved["states"], strict=True):
-                of_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-                # A replica that has not used a parameter yet has no state of it, whatever the first one has.
-                for unused in [p for p in optimizer.state if names.get(id(p), "") not in ("", *entries)]:
-                    del optimizer.state[unused]
-                for name, own in entries.items():
-                    parameter = of_id.get(keys[name])
-                    if parameter is not None:
-                        _copy_state(optimizer.state[parameter], own, parameter.device)
-
-
-@torch.no_grad()
-def _copy_state(state: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and isinstance(state.get(key), Tensor):
-            state[key].copy_(value)
-        else:
-            # Counts of steps stay on the host, where optimizers look at them.
-            state[key] = value.to(device) if isinstance(value, Tensor) and value.ndim else value
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(item) for item in value)
-    return value
