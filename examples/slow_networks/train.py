@@ -51,7 +51,7 @@ _TASKS: dict[str, dict[str, Callable[[], Any]]] = {
 # Factors of the learning rate. Adam divides by the root of the mean square of gradients, most of which is noise; a
 # replica that steps alone has that of a quarter of the samples, so its steps are up to half as long. Each side of
 # `text` is compared at its best rate of these.
-_RATES = {"digits": [1.0], "text": [1.0, 2.0, 4.0]}
+_RATES = {"digits": [1.0], "text": [1.0, 2.0, 4.0, 8.0]}
 
 
 class Digits(LightningModule):
