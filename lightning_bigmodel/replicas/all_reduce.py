@@ -45,6 +45,7 @@ def all_reduce_sum(
     group: dist.ProcessGroup | None,
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
+    factor: float = 1.0,
 ) -> None:
     """Replace each tensor by its sum over `group`, in place. Every rank must pass equal shapes in the same order.
 
@@ -53,6 +54,7 @@ def all_reduce_sum(
         group: The ranks.
         bucket_bytes: Size of a message; a larger tensor is its own.
         dtype: See `sum_dtype`.
+        factor: What this rank's tensors are multiplied by before, in the type of the sum.
 
     Communication: one all-reduce a bucket; bytes of all tensors once, in the type of the sum. Memory: two buckets.
 
@@ -71,6 +73,8 @@ def all_reduce_sum(
             flat = bucket[0]
         else:
             flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket])
+        if factor != 1.0:
+            flat.mul_(factor)
         pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
         if len(pending) > 1:
             _finish(*pending.pop(0))

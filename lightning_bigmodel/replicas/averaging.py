@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, buckets_of, sum_dtype
+from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, all_reduce_sum
 
 __all__ = ["average_in_place", "share_of", "sum_numbers"]
 
@@ -39,19 +39,5 @@ def average_in_place(
 
     Communication: bytes of all tensors once, in at least fp32. Memory: two messages.
     """
-    pending: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
-    for bucket in buckets_of([tensor.detach() for tensor in tensors if tensor.numel()], bucket_bytes):
-        wide = sum_dtype(bucket[0].dtype, None)
-        flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in bucket]).mul_(share)
-        pending.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-        if len(pending) > 1:
-            _finish(*pending.pop(0))
-    for waiting in pending:
-        _finish(*waiting)
-
-
-def _finish(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    all_reduce_sum(filled, group, bucket_bytes, factor=share)
