@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from typing_extensions import override
 
+from lightning_bigmodel.replicas._checks import check_count, check_flag, float_type
 from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, all_reduce_sum
-from lightning_bigmodel.replicas.sync import GradientSync, NamedGradient, StepProgress, refuse_unknown
+from lightning_bigmodel.replicas.sync import GradientSync, NamedGradient, StepProgress
 
-__all__ = ["AllReduce", "dtype_of"]
+__all__ = ["AllReduce"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def dtype_of(name: str, value: Any) -> torch.dtype | None:
-    """The torch type a setting names.
-
-    Raises:
-        ValueError: For what is none of the types that are sent.
-    """
-    if value is None or value in _DTYPES.values():
-        found: torch.dtype | None = value
-        return found
-    refuse_unknown(name, value, _DTYPES)
-    return _DTYPES[value]
+_TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class AllReduce(GradientSync):
@@ -59,11 +46,9 @@ class AllReduce(GradientSync):
         dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
         overlap: bool = True,
     ) -> None:
-        if type(bucket_bytes) is not int or bucket_bytes < 1:
-            raise ValueError(f"`bucket_bytes={bucket_bytes!r}` must be a whole number of bytes of at least 1.")
-        if type(overlap) is not bool:
-            raise ValueError(f"`overlap={overlap!r}` must be True or False.")
-        self.bucket_bytes, self.dtype, self.overlap = bucket_bytes, dtype_of("dtype", dtype), overlap
+        check_count("bucket_bytes", bucket_bytes, 1)
+        check_flag("overlap", overlap)
+        self.bucket_bytes, self.dtype, self.overlap = bucket_bytes, float_type("dtype", dtype, _TYPES), overlap
 
     @override
     def reduce(self, gradients: Sequence[NamedGradient], progress: StepProgress) -> None:
