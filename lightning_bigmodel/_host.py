@@ -56,6 +56,7 @@ __all__ = [
     "iterate_again",
     "load_loader_states",
     "logged_results",
+    "logging_from",
     "looks_at_gradients",
     "makes_results",
     "mark_schedule_initialized",
@@ -111,6 +112,16 @@ def mark_schedule_initialized(schedule: Any) -> None:
         "_stages_backward_initialized",
     ):
         setattr(schedule, flag, True)
+
+
+@contextmanager
+def logging_from(module: Any, hook: str) -> Iterator[None]:
+    """`module.log` within takes the defaults of that hook (Lightning 2.5 to 2.6)."""
+    before, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
 
 
 def all_gather_flat(output: torch.Tensor, own: torch.Tensor, group: Any) -> Any:

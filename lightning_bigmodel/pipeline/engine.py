@@ -27,7 +27,7 @@ from lightning_bigmodel.pipeline.batch_norm import (
     deferred_layers,
     refuse_batch_statistics,
 )
-from lightning_bigmodel.pipeline.exchange import gather_objects
+from lightning_bigmodel.pipeline.exchange import gather_objects, start_gather
 from lightning_bigmodel.pipeline.gradient_watch import GradientWatch, WatchedMicrobatch
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
 from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
@@ -534,8 +534,13 @@ class PipelineEngine:
             own.result = result
         return self._outcome(self._exchange(own, self.mesh.model_group), before)
 
-    def observe(self, batch: Any, step: Step, *, counts: bool = True) -> StepOutcome:
-        """Run one training batch without a schedule (one stage, one micro-batch), leaving the backward to the host."""
+    def observe(self, batch: Any, step: Step, *, counts: bool = True) -> tuple[Any, float, Callable[[], StepOutcome]]:
+        """Run one training batch without a schedule (one stage, one micro-batch), leaving the backward to the host.
+
+        Returns:
+            The step's result, the weight of the batch, and what waits for the other data ranks: every rank calls it at
+            the same place among its collectives, at best after the backward, so that nobody stands still before it.
+        """
         log = StepLog(self.root)
         log.num_samples = batch_size(batch) or 1
         weights = microbatch_weights([batch], self._weight) if counts else [0.0]
@@ -556,12 +561,16 @@ class PipelineEngine:
         own.is_last = own.is_training = True
         if counts and loss is not None:
             own.num_weighted, own.num_unweighted = int(returned is not None), int(returned is None)
-        payloads = self._exchange(own, dist.group.WORLD) if self.mesh.data_size > 1 else [own]
-        logs = self._combined_logs(payloads)
-        self._move_statistics(payloads, counts)
+        gather = start_gather(own, dist.group.WORLD) if self.mesh.data_size > 1 else lambda: [own]
         weight = weights[0] if self._weight not in ("equal", "sum") else float(counts)
-        signal = _any_rank(payloads)
-        return StepOutcome(result, None, weight, logs, self._metric_values(payloads), signal)
+
+        def finish() -> StepOutcome:
+            payloads = self._of_own_slices(gather())
+            logs = self._combined_logs(payloads)
+            self._move_statistics(payloads, counts)
+            return StepOutcome(result, None, weight, logs, self._metric_values(payloads), _any_rank(payloads))
+
+        return result, weight, finish
 
     @property
     def weighs_in_schedule(self) -> bool:
@@ -676,15 +685,18 @@ class PipelineEngine:
         # A large result concerns the ranks of its own pipeline only; small ones ride along.
         large = sum(tensor.nbytes for tensor in tensor_leaves(own.result)) > _SMALL_RESULT_BYTES
         result, own.result, own.result_follows = own.result, None if large else own.result, large
-        # Tensor ranks have the same to tell; each listens to those with its own index.
-        payloads = [p for p in gather_objects(own, group) if p.tensor_rank == self.mesh.tensor_rank]
-        payloads.sort(key=lambda payload: (payload.data_rank, payload.pipe_rank))
+        payloads = self._of_own_slices(gather_objects(own, group))
         last = self._last_of_pipeline(payloads)
         if last.result_follows:
             held = [result if last.pipe_rank == self.mesh.pipe_rank else None]
             dist.broadcast_object_list(held, group_src=last.pipe_rank, group=self.mesh.line_group)
             last.result = held[0]
         return payloads
+
+    def _of_own_slices(self, payloads: list[_Payload]) -> list[_Payload]:
+        # Tensor ranks have the same to tell; each listens to those with its own index.
+        own = [payload for payload in payloads if payload.tensor_rank == self.mesh.tensor_rank]
+        return sorted(own, key=lambda payload: (payload.data_rank, payload.pipe_rank))
 
     def _last_of_pipeline(self, payloads: list[_Payload]) -> _Payload:
         # Not by `next`: the host would take its StopIteration for the end of the data.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_bigmodel import _host
 
-__all__ = ["gather_objects"]
+__all__ = ["gather_objects", "start_gather"]
 
 _FIRST_BYTES = 1024
 _SIZE_BYTES = 8
@@ -28,30 +29,53 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         >>> gather_objects({"loss": torch.tensor(1.5)}, None)  # on each of two ranks
         [{'loss': tensor(1.5000)}, {'loss': tensor(1.5000)}]
     """
+    return start_gather(value, group)()
+
+
+def start_gather(value: Any, group: dist.ProcessGroup | None) -> Callable[[], list[Any]]:
+    """Like `gather_objects`, in two steps: values of now are on their way while a rank does other things.
+
+    Returns:
+        What waits for the others' values and returns them; every rank must call it at the same place among the
+        collectives of the group.
+    """
     num_ranks, data = dist.get_world_size(group), _dumps(value)
     if _host.device_for_numbers(group, torch.device("meta")).type == "meta":
-        gathered: list[Any] = [None] * num_ranks
-        dist.all_gather_object(gathered, data, group=group)
-        return [pickle.loads(each) for each in gathered]
+
+        def gather() -> list[Any]:
+            gathered: list[Any] = [None] * num_ranks
+            dist.all_gather_object(gathered, data, group=group)
+            return [pickle.loads(each) for each in gathered]
+
+        return gather
     # Step by step this is what ranks wait for each other in, so the size comes with the value.
-    firsts = _gather(
-        len(data).to_bytes(_SIZE_BYTES, "little") + data[: _FIRST_BYTES - _SIZE_BYTES], _FIRST_BYTES, group
-    )
-    sizes = [int.from_bytes(first[:_SIZE_BYTES], "little") for first in firsts]
-    parts = [first[_SIZE_BYTES:] for first in firsts]
-    rest = max(sizes) - (_FIRST_BYTES - _SIZE_BYTES)
-    if rest > 0:
-        others = _gather(data[_FIRST_BYTES - _SIZE_BYTES :], rest, group)
-        parts = [first + other for first, other in zip(parts, others, strict=True)]
-    return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    first = len(data).to_bytes(_SIZE_BYTES, "little") + data[: _FIRST_BYTES - _SIZE_BYTES]
+    wait = _start(first, _FIRST_BYTES, group)
+
+    def finish() -> list[Any]:
+        firsts = wait()
+        sizes = [int.from_bytes(first[:_SIZE_BYTES], "little") for first in firsts]
+        parts = [first[_SIZE_BYTES:] for first in firsts]
+        rest = max(sizes) - (_FIRST_BYTES - _SIZE_BYTES)
+        if rest > 0:
+            others = _start(data[_FIRST_BYTES - _SIZE_BYTES :], rest, group)()
+            parts = [first + other for first, other in zip(parts, others, strict=True)]
+        return [pickle.loads(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+    return finish
 
 
-def _gather(data: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
-    """What each rank gave, filled up to `size` bytes."""
+def _start(data: bytes, size: int, group: dist.ProcessGroup | None) -> Callable[[], list[bytes]]:
+    """Gathers what each rank gives, filled up to `size` bytes."""
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     everything = torch.empty(dist.get_world_size(group) * size, dtype=torch.uint8)
-    _host.all_gather_flat(everything, own, group).wait()
-    return [part.numpy().tobytes() for part in everything.split(size)]
+    work = _host.all_gather_flat(everything, own, group)
+
+    def wait() -> list[bytes]:
+        work.wait()
+        return [part.numpy().tobytes() for part in everything.split(size)]
+
+    return wait
 
 
 def _dumps(value: Any) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any
 
 import torch
 
-__all__ = ["check_count", "check_flag", "check_names", "float_type", "is_number"]
+__all__ = ["check_count", "check_flag", "check_names", "float_type", "is_number", "refuse_unmatched"]
 
 
 def is_number(value: Any) -> bool:
@@ -47,6 +48,21 @@ def check_names(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"`{name}={value!r}` must be patterns of parameter names, such as ['embedding.*'].")
     return tuple(patterns)
+
+
+def refuse_unmatched(name: str, patterns: Sequence[str], known: Collection[str]) -> None:
+    """Refuse patterns that none of the known names fits; nothing is refused where no name is known.
+
+    Raises:
+        ValueError: With the patterns, and some of the names.
+    """
+    unmatched = [p for p in patterns if known and not any(fnmatchcase(each, p) for each in known)]
+    if unmatched:
+        listed = ", ".join(repr(each) for each in sorted(known)[:5])
+        raise ValueError(
+            f"`{name}={list(patterns)!r}`: no parameter fits {', '.join(map(repr, unmatched))}. Names are those of the "
+            f"module's parameters ({listed}{', ...' if len(known) > 5 else ''}); leave out what is not there."
+        )
 
 
 def float_type(name: str, value: Any, known: Sequence[str]) -> torch.dtype | None:

@@ -43,8 +43,9 @@ class DGC(SparsifiedSync):
 
     Momentum, weight decay and Nesterov are the optimizer's own settings, read at each step, so that schedulers may
     change them; the optimizer itself then steps with none of them. Dense steps (before `begin_step`, or at sparsity 0)
-    are those of `torch.optim.SGD`, to the bit, and their velocity is carried on, an N-th on each replica. Small
-    tensors and those of one dimension are always dense and equal SGD.
+    are those of `torch.optim.SGD`, to the bit, and their velocity is carried on, an N-th on each replica; so
+    is the momentum of a checkpoint of plain SGD. Small tensors and those of one dimension are always dense, and equal
+    SGD.
 
     Unlike in the paper, what a smaller `value_dtype` rounds away stays in v; more elements than `upper_bound` times the
     wanted number are never sent, and zeros never; and weight decay does not share in clipping, as in Lightning.
@@ -193,13 +194,22 @@ class DGC(SparsifiedSync):
             if options.get("weight_decay"):  # no options at all where no optimizer steps it
                 corrected.add_(gradient.parameter, alpha=options["weight_decay"])
             if options.get("momentum"):
-                velocity = kept_of(self._velocities, gradient).mul_(options["momentum"]).add_(corrected)
+                velocity = self._velocity(gradient, 1).mul_(options["momentum"]).add_(corrected)
                 if options.get("nesterov"):
                     corrected.add_(velocity, alpha=options["momentum"])
                 else:
                     corrected = velocity
             if corrected is not value:
                 value.copy_(corrected)
+
+    def _velocity(self, gradient: NamedGradient, num_parts: int) -> Tensor:
+        """What is kept; at first the momentum of a run without this, of which each replica takes its part."""
+        begun = gradient.state.pop("momentum_buffer", None)
+        is_new = gradient.name not in self._velocities
+        velocity = kept_of(self._velocities, gradient)
+        if is_new and begun is not None:
+            velocity.copy_(begun).div_(num_parts)
+        return velocity
 
     def _sum_sparse(self, gradients: Sequence[NamedGradient], density: float) -> None:
         for gradient in gradients:
@@ -220,7 +230,7 @@ class DGC(SparsifiedSync):
         if not options.get("momentum"):
             residual.add_(corrected)
             return
-        velocity = kept_of(self._velocities, gradient)
+        velocity = self._velocity(gradient, self.replicas.size)
         torch.add(corrected, velocity, alpha=options["momentum"], out=velocity)
         if options.get("nesterov"):
             residual.add_(corrected).add_(velocity, alpha=options["momentum"])

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bigmodel.mesh.rng import derive_seed
-from lightning_bigmodel.replicas._checks import check_count, check_flag, check_names, float_type, is_number
+from lightning_bigmodel.replicas._checks import (
+    check_count,
+    check_flag,
+    check_names,
+    float_type,
+    is_number,
+    refuse_unmatched,
+)
 from lightning_bigmodel.replicas.all_reduce import BUCKET_BYTES, all_reduce_sum
 from lightning_bigmodel.replicas.residuals import Kept, copied, even_share, kept_of, wide_type
 from lightning_bigmodel.replicas.sync import GradientSync, NamedGradient, Replicas, StepProgress
@@ -102,8 +109,13 @@ class PowerSGD(GradientSync):
         self._factors: Kept = {}
 
     def begin(self, replicas: Replicas, parameters: Mapping[str, Tensor]) -> None:
-        """Start without errors; warn if everything would be sent dense."""
+        """Start without errors; warn if everything would be sent dense.
+
+        Raises:
+            ValueError: If a pattern of `exempt` fits no parameter.
+        """
         super().begin(replicas, parameters)
+        refuse_unmatched("exempt", self._exempt, replicas.model)
         self._forget()
         self._shapes = {name: tensor.shape for name, tensor in parameters.items()}
         tells = not dist.is_initialized() or dist.get_rank() == 0
@@ -111,7 +123,7 @@ class PowerSGD(GradientSync):
             tells
             and replicas.size > 1
             and parameters
-            and not any(self.compresses(*item) for item in parameters.items())
+            and not any(self.compresses(*item) for item in (replicas.model or parameters).items())
         ):
             warnings.warn(
                 f"`PowerSGD` sends everything dense: no matrix here would shrink by "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bigmodel.mesh.rng import derive_seed
-from lightning_bigmodel.replicas._checks import check_count, check_names, float_type
+from lightning_bigmodel.replicas._checks import check_count, check_names, float_type, refuse_unmatched
 from lightning_bigmodel.replicas.largest import SampledThreshold, largest_elements
 from lightning_bigmodel.replicas.residuals import Kept, copied, even_share, wide_type
 from lightning_bigmodel.replicas.sparse_exchange import PlannedBytes, add_selected
@@ -57,12 +57,18 @@ class SparsifiedSync(GradientSync):
         self._residuals: Kept = {}
 
     def begin(self, replicas: Replicas, parameters: Mapping[str, Tensor]) -> None:
-        """Start with nothing kept, and warn of what would cost more than it saves."""
+        """Start with nothing kept, and warn of what would cost more than it saves.
+
+        Raises:
+            ValueError: If a pattern of `exempt` fits no parameter.
+        """
         super().begin(replicas, parameters)
+        refuse_unmatched("exempt", self._exempt, replicas.model)
         self._forget()
         self._shapes = {name: tensor.shape for name, tensor in parameters.items()}
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self._warn(parameters)
+            # Of all that is trained, as other ranks may hold other parts of a replica.
+            self._warn({name: tensor for name, tensor in replicas.model.items() if tensor.requires_grad} or parameters)
 
     def end(self) -> None:
         """Let go of what was kept."""

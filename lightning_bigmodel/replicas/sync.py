@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Replicas:
         norm: Gradients of this rank -> the 2-norm of all gradients of this replica, whose other parts other ranks hold;
             the same number on all of them, collective over them. None where this rank holds all of the replica.
         reduce_dtype: Type in which the user wants gradients summed; None for their own but at least fp32.
+        model: Name -> parameter, of the whole model, whatever this rank holds of it: for names and shapes only. Empty
+            where that is not known.
     """
 
     group: dist.ProcessGroup | None
@@ -49,6 +51,7 @@ class Replicas:
     levels: Callable[[int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
     norm: Callable[[Sequence[NamedGradient]], Tensor] | None = None
     reduce_dtype: torch.dtype | None = None
+    model: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +64,14 @@ class NamedGradient:
             the mean loss. Of the shape of what the optimizer holds: the parameter, or this rank's rows of it.
         parameter: What the optimizer holds.
         options: Its group in the optimizer: `lr`, `weight_decay` and the like.
+        state: What the optimizer keeps of it. What takes over an option may take out what belongs to that.
     """
 
     name: str
     value: Tensor
     parameter: Tensor
     options: Mapping[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

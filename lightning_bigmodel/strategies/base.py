@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_bigmodel.mesh import RankMesh
 from lightning_bigmodel.mesh.failures import FailureGuard
-from lightning_bigmodel.pipeline.engine import PipelineEngine
+from lightning_bigmodel.pipeline.engine import PipelineEngine, StepOutcome
 from lightning_bigmodel.pipeline.gradients import GradientWindow
 from lightning_bigmodel.pipeline.microbatch import MicrobatchWeight
 from lightning_bigmodel.pipeline.ownership import ParameterShare
@@ -46,6 +47,7 @@ class StrategyBase(ParallelStrategy):
         self._blocks_sync = False
         self._is_manual = False
         self._owed_gradients: list[Any] = []  # of a batch without a loss here
+        self._finish_observing: Callable[[], StepOutcome] | None = None
         self._owes_backward = False
         self._factor = 1.0  # of the batch's gradient in the window's sum
         self._watched_batch: tuple[Any, float, float] | None = None

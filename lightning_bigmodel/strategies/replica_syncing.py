@@ -91,6 +91,7 @@ class ReplicaSyncing(ReplicaState):
                     levels=lambda num_inside: build_replica_levels(self.mesh, num_inside),
                     norm=self._norm_of_replica if self._is_own_part() else None,
                     reduce_dtype=self._reduce_dtype(),
+                    model=dict(self.engine.root.named_parameters()),
                 ),
                 self._held_trained(),
             )
@@ -135,8 +136,11 @@ class ReplicaSyncing(ReplicaState):
         assert share is not None
         if sync.keeps_error and self._scaling() is not None and self._unscale_early():
             return
-        options = {
-            id(p): group for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        found: dict[int, tuple[Any, Any]] = {
+            id(p): (group, optimizer.state)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
         }
         gradients = []
         for parameter in parameters:
@@ -148,13 +152,16 @@ class ReplicaSyncing(ReplicaState):
                         f"The gradient of `{name}` is sparse, and `{type(sync).__name__}` exchanges dense ones only. "
                         "Set `sparse=False` on the embedding."
                     )
+                options, states = found.get(id(holder), ({}, {}))
+                state = states.get(holder, {})
                 gradients.append(
-                    NamedGradient(
-                        name=name, value=holder.grad, parameter=holder.data, options=options.get(id(holder), {})
-                    )
+                    NamedGradient(name=name, value=holder.grad, parameter=holder.data, options=options, state=state)
                 )
         with torch.no_grad():
             sync.reduce(gradients, StepProgress(epoch=self._trainer().current_epoch))
+        for optimizer in self.optimizers:
+            for emptied in [key for key, state in optimizer.state.items() if not state]:
+                del optimizer.state[emptied]
 
     def _is_own_part(self) -> bool:
         """Whether other ranks hold parts of this replica."""

@@ -64,18 +64,19 @@ class StepHooks(PreemptionSignals, RunState):
             self._sharded.hide()
         with self._phase("training_step"):
             if not self.engine.is_pipelined:
-                outcome = self.engine.observe(batch, step, counts=counts)
-                self._replay(outcome)
+                result, weight, self._finish_observing = self.engine.observe(batch, step, counts=counts)
+                if self._is_manual or self.mesh.data_size == 1:
+                    self._replay_observed()
                 if self._is_manual:
-                    return outcome.result
-                if outcome.result is None:
+                    return result
+                if result is None:
                     return self._skip_batch()
-                scale = self._scale(outcome.weight, loss_scale=self.engine.loss_scale())
+                scale = self._scale(weight, loss_scale=self.engine.loss_scale())
                 # A loss that weighs nothing may be no number, a mean over no tokens.
-                loss = _loss(outcome.result)
-                self._note_loss(outcome.weight, loss)
-                loss = scaled_backward(loss, scale) if outcome.weight else without_backward(loss)
-                self._watched_batch = (batch, outcome.weight, self._factor / self._trainer().accumulate_grad_batches)
+                loss = _loss(result)
+                self._note_loss(weight, loss)
+                loss = scaled_backward(loss, scale) if weight else without_backward(loss)
+                self._watched_batch = (batch, weight, self._factor / self._trainer().accumulate_grad_batches)
             else:
                 outcomes: list[StepOutcome] = []
                 scale_later: list[Callable[[Tensor], Tensor | float]] = []
@@ -94,10 +95,23 @@ class StepHooks(PreemptionSignals, RunState):
                 if scheduled is None:
                     return self._skip_batch()
                 scale_later.append(self._scale(outcome.weight, is_weighted=self.engine.weighs_in_schedule))
-                loss = scheduled
-        if isinstance(outcome.result, Mapping):
-            return {**outcome.result, "loss": loss}
+                result, loss = outcome.result, scheduled
+        if isinstance(result, Mapping):
+            return {**result, "loss": loss}
         return loss
+
+    def _replay_observed(self) -> None:
+        """Log what a batch without a schedule gave. To wait for others before the backward would cost their delays.
+
+        Afterwards, with sums of gradients complete, this is at one place among the messages of all ranks, also of one
+        that had no loss.
+        """
+        finish, self._finish_observing = self._finish_observing, None
+        if finish is not None:
+            module = self.lightning_module
+            assert module is not None
+            with self._phase("training_step"), _host.logging_from(module, "training_step"):
+                self._replay(finish())
 
     def _skip_batch(self) -> None:
         """No loss, as in one process: nothing is added to the gradients, but other data ranks may add theirs."""
@@ -283,6 +297,7 @@ class StepHooks(PreemptionSignals, RunState):
             self._synchronize_gradients()
         elif self._sharded is not None:
             self._sharded.show_gradients()
+        self._replay_observed()
 
     def _synchronize_gradients(self) -> None:
         if self._window is not None:
@@ -301,6 +316,7 @@ class StepHooks(PreemptionSignals, RunState):
         try:
             yield
             self._pay()
+            self._replay_observed()
         finally:
             self._blocks_sync = False
 
@@ -310,6 +326,7 @@ class StepHooks(PreemptionSignals, RunState):
             result = closure()
             self._pay()
             self._synchronize_gradients()  # where the window's last batch had no loss, backward did not come by
+            self._replay_observed()
             if self._sharded is not None:
                 self._sharded.shards.land()  # the optimizer changes rows next
                 self._sharded.shards.take_changes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -164,3 +165,11 @@ def test_warns_of_more_bytes_than_dense(size: int, settings: dict[str, Any], tol
     if told is not None:
         with pytest.warns(UserWarning, match=told):
             DGC(**settings).begin(one_of(size), {"w": torch.zeros(200, 200)})
+
+
+def test_warns_of_the_whole_model() -> None:
+    """A warning about the stage of the first rank, where there is nothing to compress."""
+    replicas = dataclasses.replace(one_of(8), model={"w": torch.nn.Parameter(torch.zeros(200, 200))})
+    DGC().begin(replicas, {"bias": torch.zeros(200)})
+    with pytest.warns(UserWarning, match="all parameters here are exempt"):
+        DGC().begin(one_of(8), {"bias": torch.zeros(200)})

@@ -222,6 +222,27 @@ def test_a_checkpoint_saved_after_the_run_has_what_waits(sync: str, tmp_path: Pa
         assert_close(found["weights"], expected["weights"], 0.0)
 
 
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("replicas", {"sparsity": 0.0}),
+        ("replicas", {"sparsity": 1e-9, "min_numel": 1, "threshold": "exact", "momentum_masking": False}),
+        ("zero1", {"sparsity": 0.0}),
+        ("pipe", {"sparsity": 0.0, "exempt": ["head.*"]}),  # which the first stage has not
+    ],
+)
+def test_momentum_of_plain_sgd_is_taken_up(layout: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """A run that changes to `DGC` and goes on as if it stood still; a pattern that not every stage has, refused."""
+    of_layout, devices, _ = LAYOUTS[layout]
+    path = str(tmp_path / "saved")
+    whole = run_ranks(train, devices, of_layout, devices, {"optimizer": "momentum"}, save=(path, 3))
+    make = functools.partial(DGC, **settings)
+    resumed = run_ranks(_with, devices, of_layout, devices, make, {"optimizer": "momentum"}, ckpt_path=path)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert len(found["losses"]) == NUM_STEPS - 3
+        assert_close(found["weights"], expected["weights"])
+
+
 class Looks(Net):
     """An embedding that makes sparse gradients."""
 
@@ -472,6 +493,14 @@ REFUSED: dict[str, tuple[int, dict[str, Any], Any, dict[str, Any], str]] = {
         {"plugins": [BigModelPrecision("bf16-mixed", reduce_dtype="bfloat16")]},
         "reduce_dtype='bfloat16'",
     ),
+    "exempt": (
+        4,
+        PIPE,
+        functools.partial(DGC, exempt=["head.*", "heads.*"]),
+        {"module": {"optimizer": "momentum"}},
+        "no parameter fits 'heads.*'",
+    ),
+    "exempt_power_sgd": (2, {}, functools.partial(PowerSGD, exempt="heads.*"), {}, "no parameter fits 'heads.*'"),
     "levels": (3, {}, functools.partial(HierarchicalAllReduce, ranks_inside=2), {}, "divide"),
 }
 

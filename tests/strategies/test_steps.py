@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -629,3 +631,47 @@ def test_called_metrics_wait_for_nobody_in_a_step() -> None:
     expected = called_metrics("auto", 1)
     for result in run_ranks(_called_metrics, 2, timeout_seconds=60.0):
         assert result == pytest.approx(expected, rel=1e-5)
+
+
+class WaitsForOthers(TinyChain):
+    """The second rank's step ends only when the first has begun its backward; long names fill more than one message."""
+
+    def __init__(self, path: str, skips: bool) -> None:
+        super().__init__()
+        self.path, self.skips = path, skips
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_second, signal = self.trainer.global_rank == 1, Path(f"{self.path}_{batch_idx}")
+        deadline = time.monotonic() + 15.0
+        while is_second and batch_idx and not signal.exists():  # in the first, ranks agree on units of weights
+            assert time.monotonic() < deadline, "the first rank waits for this one before its backward"
+            time.sleep(0.005)
+        loss = self.loss(batch)
+        for index in range(12):
+            self.log(f"a_name_that_is_rather_long_{index}_{'x' * 80}", loss * index)
+        return None if self.skips and is_second and batch_idx == 1 else loss
+
+    def on_before_backward(self, loss: Any) -> None:
+        if self.trainer.global_rank == 0:
+            Path(f"{self.path}_{self.trainer.fit_loop.batch_idx}").touch()
+
+
+def _wait_for_others(path: str, strategy: dict[str, Any], skips: bool, accumulate: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = WaitsForOthers(path, skips)
+    return run(module, BigModelStrategy(**strategy), 2, rows(module, 4), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize(("zero_stage", "accumulate"), [(0, 1), (0, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("skips", [False, True])
+def test_nobody_waits_between_forward_and_backward(
+    zero_stage: int, accumulate: int, skips: bool, tmp_path: Path
+) -> None:
+    """A message of what steps log that stops all ranks before they go on; or that meets one of the gradients."""
+    strategy = {"zero_stage": zero_stage}
+    first, second = run_ranks(
+        _wait_for_others, 2, str(tmp_path / "signal"), strategy, skips, accumulate, timeout_seconds=60.0
+    )
+    assert first["metrics"] == second["metrics"]
+    assert len(first["metrics"]) == 12
+    assert_same_weights(first["weights"], second["weights"])
