@@ -420,7 +420,7 @@ def set_device(module: pl.LightningModule, device: torch.device) -> None:
     module._device = device
 
 
-def after_configure_model(module: pl.LightningModule, action: Callable[[], None]) -> None:
+def after_configure_model(module: pl.LightningModule, action: Callable[[], object]) -> None:
     """Call `action` once when the module's next `configure_model` is over, whether or not it has one of its own.
 
     The Trainer calls that after all `setup` hooks and before the strategy's; a callback has no hook in between
@@ -434,7 +434,7 @@ def after_configure_optimizers(module: pl.LightningModule, action: Callable[[Any
     _after(module, "configure_optimizers", action)
 
 
-def _after(module: pl.LightningModule, name: str, action: Callable[[Any], None]) -> None:
+def _after(module: pl.LightningModule, name: str, action: Callable[[Any], object]) -> None:
     before = module.__dict__.get(name)
 
     # Lightning compares code objects to see whether a hook is overridden: a plain function always is.

@@ -168,6 +168,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "Quantize.targets": (list, tuple),
     "Quantize.bits": (),
     "Quantize.double_quantization": (bool, type(None)),
+    "Quantize.trained": (bool,),
     "SampledThreshold.sample_ratio": (int, float),
     "SampledThreshold.strided": (bool,),
     "SampledThreshold.upper_bound": (int, float),

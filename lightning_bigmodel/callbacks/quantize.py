@@ -1,4 +1,4 @@
-"""`Quantize`: frozen layers in 4 or 8 bits, in a module that knows nothing of them."""
+"""`Quantize`: layers in 4 or 8 bits, in a module that knows nothing of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from typing_extensions import override
@@ -13,10 +14,13 @@ from typing_extensions import override
 from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._settings import check_flag
 from lightning_bigmodel.nn._targets import check_patterns
+from lightning_bigmodel.nn.int8_product import multiply_in_int8
 from lightning_bigmodel.nn.quantized import quantize_layers
 from lightning_bigmodel.strategies.bigmodel import BigModelStrategy
 
 __all__ = ["Quantize"]
+
+_CAPABILITY = (7, 5)  # of GPUs that multiply 8-bit integers
 
 
 class Quantize(Callback):
@@ -34,21 +38,30 @@ class Quantize(Callback):
     elsewhere; then scales stay fp32 (0.047 bytes more an element), and a checkpoint with codes loads elsewhere only
     with `double_quantization=False`. `tensor_plan="auto"` leaves these layers whole.
 
-    Do not use it for layers that are trained; nor for a model that was never trained, whose weights have nothing to
-    keep. Weights must be there: load them in the module's constructor or `configure_model`, or before `fit`. A
-    checkpoint of the run has the codes (or, with `checkpoint_parameters="trainable"`, nothing of them).
+    With `trained=True` the layers stay trained instead, and their products run on 8-bit integers (bitsandbytes' kernel;
+    LLM.int8(), without the part for outliers): forward, and the gradient of the weight. Weights remain ordinary
+    parameters in their type and under their names, so that layouts, optimizers and checkpoints are as without the
+    callback, and checkpoints load without it. This is for speed on GPUs with int8 units, not for memory. The gradient
+    of a weight is rounded for each micro-batch by the largest values in it: other numbers of micro-batches or replicas,
+    and `rowwise` layers, give the same numbers to that rounding (a few thousandths), and the same micro-batches the
+    same numbers.
 
-    Memory an element: 0.516 bytes (4 bits) or 1 byte, and the matrix of the layer at work. Communication under ZeRO 3:
-    codes in place of weights.
+    Do not use `trained=False` for layers that are trained; nor for a model that was never trained, whose weights have
+    nothing to keep. Weights must be there: load them in the module's constructor or `configure_model`, or before `fit`.
+    A checkpoint of the run has the codes (or, with `checkpoint_parameters="trainable"`, nothing of them).
+
+    Memory an element: 0.516 bytes (4 bits) or 1 byte, and the matrix of the layer at work; trained, that of the weight,
+    and an input kept for backward takes 1 byte an element. Communication under ZeRO 3: codes in place of weights.
 
     Args:
         targets: Names or patterns of linear layers (`nn.Linear`, transformers' `Conv1D`), as for `LoRA`.
         bits: 4 or 8.
         double_quantization: With 4 bits, keep scales in 8 bits, too.
+        trained: With 8 bits, train the layers and multiply in 8 bits, instead of keeping frozen weights so.
 
     Raises:
         ValueError: For settings out of range; at the start of a run, by name, for a pattern that fits nothing, a weight
-            shared with another module or without values.
+            shared with another module or without values, and for `trained=True` on a GPU without int8 units.
         ModuleNotFoundError: Without bitsandbytes (`pip install 'lightning-bigmodel[optim]'`).
 
     Example:
@@ -62,7 +75,11 @@ class Quantize(Callback):
     """
 
     def __init__(
-        self, targets: Sequence[str], bits: Literal[4, 8] = 4, double_quantization: bool | None = None
+        self,
+        targets: Sequence[str],
+        bits: Literal[4, 8] = 4,
+        double_quantization: bool | None = None,
+        trained: bool = False,
     ) -> None:
         self.targets = check_patterns("targets", targets)
         if isinstance(bits, bool) or bits not in (4, 8):
@@ -74,23 +91,33 @@ class Quantize(Callback):
                 f"`double_quantization={double_quantization!r}` is about the scales of 4 bits, and `bits=8`. Leave it "
                 "out."
             )
-        self.bits = bits
+        check_flag("trained", trained)
+        if trained and bits == 4:
+            raise ValueError(
+                "`trained=True` is for products on 8-bit integers, and `bits=4`. Give `bits=8`, or train layers of 4 "
+                "bits by `LoRA` beside them."
+            )
+        self.bits, self.trained = bits, trained
         self.double_quantization = double_quantization is not False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Layers may be made in `configure_model`, which comes later.
         strategy = trainer.strategy
+        if self.trained:
+            _check_units(strategy.root_device)
+        # Layers may be made in `configure_model`, which comes later.
         is_cut = isinstance(strategy, BigModelStrategy) and strategy.tensor_parallel_size > 1
-        _host.after_configure_model(pl_module, lambda: self._convert(pl_module, is_cut))
+        _host.after_configure_model(pl_module, lambda: self._convert(pl_module, is_cut=is_cut))
 
-    def _convert(self, module: nn.Module, is_cut: bool) -> None:
-        quantize_layers(
+    def _convert(self, module: nn.Module, *, is_cut: bool) -> dict[str, Any]:
+        if self.trained:
+            return multiply_in_int8(module, self.targets)
+        return quantize_layers(
             module, self.targets, self.bits, double_quantization=self.double_quantization, whole_scales=is_cut
         )
 
     def convert(self, module: nn.Module) -> dict[str, Any]:
-        """Quantise the layers of a module, outside of a Trainer or in `configure_model`. Does nothing twice.
+        """Convert the layers of a module, outside of a Trainer or in `configure_model`. Does nothing twice.
 
         Returns:
             Name -> layer.
@@ -98,7 +125,7 @@ class Quantize(Callback):
         Raises:
             ValueError: As the class says; nothing has changed then.
         """
-        return quantize_layers(module, self.targets, self.bits, double_quantization=self.double_quantization)
+        return self._convert(module, is_cut=False)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -107,3 +134,11 @@ class Quantize(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         _host.forget_after_configure(pl_module)
+
+
+def _check_units(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+        raise ValueError(
+            f"`trained=True` needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or higher (Turing), "
+            f"which multiplies 8-bit integers, and {torch.cuda.get_device_name(device)} is older. Leave `Quantize` out."
+        )

@@ -85,6 +85,8 @@ def _examples(modules: Mapping[str, nn.Module]) -> str:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a layer is transformers' `Conv1D`, whose weight is stored with inputs first."""
+    if getattr(module, "cut_like", None) == "Conv1D":  # one that computes on 8-bit integers
+        return True
     # By name: to import transformers for this would cost every process a second.
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 

@@ -27,7 +27,15 @@ from torch.nn import functional as F
 from lightning_bigmodel import _host
 from lightning_bigmodel.nn._targets import is_conv1d, linear_layers, names_of_parameters
 
-__all__ = ["Int8Linear", "NF4Linear", "QuantizedLinear", "quantize_layers", "quantized_layers"]
+__all__ = [
+    "Int8Linear",
+    "NF4Linear",
+    "QuantizedLinear",
+    "compute_dtype",
+    "quantize_layers",
+    "quantized_layers",
+    "require_bitsandbytes",
+]
 
 _BLOCK = 64
 _SCALES_BLOCK = 256
@@ -56,13 +64,14 @@ class QuantizedLinear(nn.Linear):
 
     _stored: tuple[str, ...] = ("weight", "weight_scales")
     bits: int
+    cut_like = "Linear"  # its rows and columns are those of the codes
     _before: tuple[type[nn.Module], torch.dtype]
 
     def forward(self, input: Tensor) -> Tensor:
         """The product, and the bias in the type of the product."""
         stored = [p for p in (self._parameters.get(name) for name in self._stored) if p is not None]
         apply: Any = _FrozenProduct.apply
-        output: Tensor = apply(input, self._make(), _compute_dtype(input), *stored)
+        output: Tensor = apply(input, self._make(), compute_dtype(input), *stored)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def _make(self) -> Callable[..., Tensor]:
@@ -128,7 +137,18 @@ def _kernels() -> Any:
     return bitsandbytes.functional
 
 
-def _compute_dtype(inputs: Tensor) -> torch.dtype:
+def require_bitsandbytes() -> None:
+    """Raise `ModuleNotFoundError` without it."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Quantised layers are made by bitsandbytes. Run `pip install 'lightning-bigmodel[optim]'`."
+        ) from error
+
+
+def compute_dtype(inputs: Tensor) -> torch.dtype:
+    """The type in which a layer computes: autocast's, or that of its inputs."""
     kind = inputs.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
 
@@ -212,12 +232,7 @@ def quantize_layers(
     users = names_of_parameters(root)
     for name, layer in layers.items():
         _check(name, layer, bits, users)
-    try:
-        import bitsandbytes  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Quantised layers are made by bitsandbytes. Run `pip install 'lightning-bigmodel[optim]'`."
-        ) from error
+    require_bitsandbytes()
     for layer in layers.values():
         if not isinstance(layer, QuantizedLinear):
             _convert(layer, bits, double_quantization=double_quantization, whole_scales=whole_scales)

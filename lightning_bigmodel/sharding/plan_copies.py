@@ -94,6 +94,8 @@ def copy_module(root: nn.Module, make: Callable[[nn.Parameter], nn.Parameter], m
             state[name] = OrderedDict() if name.startswith("_") and "_hooks" in name else _own(value, make, memo)
         if isinstance(state.get("_device"), torch.device):  # a LightningModule's
             state["_device"] = torch.device("cpu")
+        if hasattr(module, "rounds_products"):  # parts that are rounded by themselves would seem a mistake
+            state["rounds_products"] = False
         if _is_metric(module):
             for name in ("forward", "compute", "update"):
                 state[name] = _nothing_measured

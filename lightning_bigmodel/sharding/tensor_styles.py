@@ -83,14 +83,15 @@ def layer_of(module: nn.Module) -> Layer | None:
 
     A subclass with a forward of its own may use its weight in any way, and is none of them.
     """
-    # A layer of `nn.quantized`: its rows and columns are those of the codes.
-    if type(module).forward is nn.Linear.forward or hasattr(module, "dequantized_weight"):
+    # What layers in low bits say of themselves.
+    cut_like = getattr(module, "cut_like", None)
+    if type(module).forward is nn.Linear.forward or cut_like == "Linear":
         return _LINEAR
     if type(module).forward is nn.Embedding.forward:
         return _EMBEDDING
     # By name: to import transformers for this would cost every process a second.
     kind = type(module)
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+    if cut_like == "Conv1D" or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"):
         return _CONV1D
     return None
 

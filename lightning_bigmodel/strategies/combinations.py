@@ -184,7 +184,8 @@ def check_quantized_layers(module: nn.Module, *, zero_stage: int, is_cut: bool) 
             raise ValueError(
                 f"{name!r} is a `Linear8bitLt` that is trained: it quantises its weight anew only in a forward before "
                 "which there is no gradient, so that its numbers depend on when gradients are there, and with shards "
-                "or stages would be others. Use `nn.Linear`, or `zero_stage=0` without pipeline and tensor ranks."
+                "or stages would be others. Build it as `nn.Linear`, and let the callback "
+                "`lightning_bigmodel.Quantize(bits=8, trained=True)` convert it."
             )
         if isinstance(layer, theirs.Linear8bitLt) or (is_cut and isinstance(layer, theirs.Linear4bit)):
             raise ValueError(
