@@ -60,6 +60,7 @@ __all__ = [
     "looks_at_gradients",
     "makes_results",
     "mark_schedule_initialized",
+    "not_moved",
     "num_batches_used",
     "num_evaluation_batches",
     "optimizers_to_device",
@@ -455,6 +456,19 @@ def forget_after_configure(module: pl.LightningModule) -> None:
     for name in ("configure_model", "configure_optimizers"):
         if getattr(module.__dict__.get(name), "__name__", "") == "call_both":
             del module.__dict__[name]
+
+
+@contextmanager
+def not_moved(module: pl.LightningModule | None) -> Iterator[None]:
+    """Leave a module without values where it is: `cpu()` in `Strategy.teardown` (2.6) would hide why a run failed."""
+    if module is None or not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        yield
+        return
+    module.__dict__["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        del module.__dict__["cpu"]
 
 
 @cache

@@ -36,7 +36,7 @@ class Quantize(Callback):
     parameters are, and put together bit by bit where a layer computes. A `tensor_plan` cuts a layer of 4 bits by
     `colwise` where its inputs, and by `rowwise` where each rank's inputs, are a multiple of 64, and is refused
     elsewhere; then scales stay fp32 (0.047 bytes more an element), and a checkpoint with codes loads elsewhere only
-    with `double_quantization=False`. `tensor_plan="auto"` leaves these layers whole.
+    with `double_quantization=False`. `tensor_plan="auto"` leaves blocks with such layers whole.
 
     With `trained=True` the layers stay trained instead, and their products run on 8-bit integers (bitsandbytes' kernel;
     LLM.int8(), without the part for outliers): forward, and the gradient of the weight. Weights remain ordinary

@@ -800,7 +800,8 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             self._guard.close()
             _host.give_back_sampling(self._trainer(), self._shards_data)
         self._engine = self._window = self._guard = None
-        super().teardown()
+        with _host.not_moved(self.lightning_module):
+            super().teardown()
         if unsaved is not None:
             raise unsaved
 

@@ -208,6 +208,16 @@ def test_layers_of_bitsandbytes_are_refused_where_their_scales_are_lost() -> Non
             run_ranks(_theirs, 2, kind, settings)
 
 
+def _without_values() -> None:
+    with pytest.raises(ValueError, match=r"'blocks.0.up' is on the meta device"):
+        lora_runs.fit([Quantize(["up"])], 1, {}, {"on_meta": True})
+
+
+def test_a_module_without_values_is_refused_and_the_reason_seen() -> None:
+    """An error on the way out, about what the first one was about, in its place."""
+    run_ranks(_without_values, 1)
+
+
 def test_what_cannot_be_right_is_refused_by_name() -> None:
     """Codes for a weight that another module reads, or that is not there."""
     tied = TinyTransformer(tied_head=True)
