@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_bigmodel.callbacks._settings import check_flag, is_count, is_numb
 from lightning_bigmodel.checkpoint.index import TensorEntry
 from lightning_bigmodel.checkpoint.safetensors_files import Reserved, map_file
 from lightning_bigmodel.nn._targets import check_patterns
-from lightning_bigmodel.nn.lora import LoRASettings, add_adapters, merge_adapters
+from lightning_bigmodel.nn.lora import LoRASettings, adapters_of, add_adapters, merge_adapters, remove_adapters
 from lightning_bigmodel.nn.peft_format import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -192,21 +193,30 @@ class LoRA(Callback):
             directory: A folder; made where it is missing.
 
         Raises:
-            ValueError: If the module has no adapters.
+            ValueError: If the module has no adapters, or `also_train` names a parameter, which peft has no place for.
         """
         folder = Path(directory)
         config = peft_config(module, self.settings)
         tensors = peft_tensors(module, config["modules_to_save"] or ())
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         entries = {
             name: TensorEntry(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in tensors.items()
         }
-        file = Reserved(folder / WEIGHTS_FILE, entries, {})
-        for name, place in file.tensors().items():
-            place.copy_(tensors[name])
-        file.flush()
+        # Every rank of a script may come here: each writes files of its own, and the last one's stay.
+        part = uuid.uuid4().hex
+        weights, settings = folder / f".{WEIGHTS_FILE}.{part}", folder / f".{CONFIG_FILE}.{part}"
+        try:
+            file = Reserved(weights, entries, {})
+            for name, place in file.tensors().items():
+                place.copy_(tensors[name])
+            file.flush()
+            settings.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            weights.replace(folder / WEIGHTS_FILE)
+            settings.replace(folder / CONFIG_FILE)
+        finally:
+            weights.unlink(missing_ok=True)
+            settings.unlink(missing_ok=True)
         return folder
 
     @classmethod
@@ -222,7 +232,7 @@ class LoRA(Callback):
             The callback with the settings of the adapters.
 
         Raises:
-            ValueError: If the folder has no such adapters, or they do not fit.
+            ValueError: If the folder has no such adapters, or they do not fit. Nothing has changed then.
         """
         folder = Path(directory)
         missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]
@@ -238,6 +248,12 @@ class LoRA(Callback):
             settings.use_rslora,
             settings.also_train,
         )
+        had_adapters = bool(adapters_of(module))
         callback.inject(module)
-        load_peft_tensors(module, tensors, settings.also_train)
+        try:
+            load_peft_tensors(module, tensors, settings.also_train)
+        except ValueError:
+            if not had_adapters:
+                remove_adapters(module)
+            raise
         return callback

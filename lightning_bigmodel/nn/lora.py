@@ -27,7 +27,15 @@ from lightning_bigmodel.mesh.rng import derive_seed
 from lightning_bigmodel.nn._targets import features_of, is_conv1d, linear_layers, match_names, names_of_parameters
 from lightning_bigmodel.nn.quantized import QuantizedLinear, quantized_layers
 
-__all__ = ["AdapterUpdate", "LoRASettings", "adapter_of", "adapters_of", "add_adapters", "merge_adapters"]
+__all__ = [
+    "AdapterUpdate",
+    "LoRASettings",
+    "adapter_of",
+    "adapters_of",
+    "add_adapters",
+    "merge_adapters",
+    "remove_adapters",
+]
 
 _HANDLE = "_lora_handle"
 _FROZEN = "_lora_frozen"
@@ -230,11 +238,22 @@ def merge_adapters(root: nn.Module) -> list[str]:
         assert weight is not None
         weight.copy_(weight.to(update.dtype) + (update.T if is_conv1d(layer) else update))
         _remove(layer)
+    _thaw(root, (*layers, *quantized))
+    return list(layers)
+
+
+def remove_adapters(root: nn.Module) -> None:
+    """Take adapters off without adding them to weights; what was frozen takes gradients again."""
+    for layer in adapters_of(root).values():
+        _remove(layer)
+    _thaw(root)
+
+
+def _thaw(root: nn.Module, layers: Sequence[str] = ()) -> None:
     names = set(root.__dict__.pop(_FROZEN, ()))
     for name, parameter in root.named_parameters():
-        if name in names or name.removesuffix(".weight") in (*layers, *quantized):
+        if name in names or name.removesuffix(".weight") in layers:
             parameter.requires_grad_(parameter.is_floating_point())
-    return list(layers)
 
 
 def _product(layer: nn.Module) -> Tensor:

@@ -21,13 +21,44 @@ __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "load_peft_tensors", "peft_config", "p
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# First values that leave the base as it is.
+_FIRST_VALUES = (True, False, None, "gaussian", "orthogonal", "eva")
+# Entries that are read here, that say which layers (the file's names do) or what nothing is computed by.
+_KNOWN = frozenset(
+    [
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "use_rslora",
+    ]
+)
 
 
 def peft_config(root: nn.Module, settings: LoRASettings) -> dict[str, Any]:
     """What peft's `LoraConfig` of these adapters says.
 
     Raises:
-        ValueError: If the module has no adapters.
+        ValueError: If the module has no adapters, or a parameter is trained that peft has no place for.
     """
     layers = adapters_of(root)
     if not layers:
@@ -35,7 +66,14 @@ def peft_config(root: nn.Module, settings: LoRASettings) -> dict[str, Any]:
             f"`{type(root).__name__}` has no adapters to save. Give the module that was trained, or the part of it "
             "that has them."
         )
-    saved = [name for pattern in settings.also_train for name in match_names(pattern, dict(root.named_modules()))]
+    modules = dict(root.named_modules())
+    for pattern in settings.also_train:
+        if not match_names(pattern, modules):
+            raise ValueError(
+                f"`also_train` names the parameter {pattern!r}, and peft's files have whole modules only. Name its "
+                "module in `also_train`, or save a checkpoint with `checkpoint_parameters='trainable'`."
+            )
+    saved = [name for pattern in settings.also_train for name in match_names(pattern, modules)]
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -69,7 +107,14 @@ def settings_of_config(config: Mapping[str, Any], names: Iterable[str]) -> LoRAS
             f"The adapter is of peft's kind {kind!r}, and `LoRA` reads 'LORA'. Load it through peft itself: a module "
             "that peft has wrapped trains under every layout too."
         )
-    unknown = [name for name in ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication") if config.get(name)]
+    first_values = config.get("init_lora_weights", True)
+    if first_values not in _FIRST_VALUES:
+        raise ValueError(
+            f"The adapter was made with `init_lora_weights={first_values!r}`, which changes the weights of the base, "
+            "too, so that it is right beside those only. Save it by peft's `save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)`, which makes an ordinary one of it."
+        )
+    unknown = sorted(name for name, value in config.items() if value and name not in _KNOWN)
     if config.get("bias", "none") != "none":
         unknown.append("bias")
     if unknown:

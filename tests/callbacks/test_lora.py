@@ -298,7 +298,29 @@ def test_peft_files_both_ways(use_rslora: bool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapter_config.json"):
         LoRA.load_peft(again, tmp_path)
     config = json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())
-    for change, message in (({"peft_type": "IA3"}, "IA3"), ({"use_dora": True}, "use_dora")):
+    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    wider = torch.nn.Sequential(torch.nn.Linear(9, 6), torch.nn.Tanh(), Conv1D(4, 6), torch.nn.Linear(4, 3))
+    before = {name: p.requires_grad for name, p in wider.named_parameters()}
+    with pytest.raises(ValueError, match=r"has shape \[2, 8\] in the file and \[2, 9\]"):
+        LoRA.load_peft(wider, tmp_path / "theirs")
+    assert {name: p.requires_grad for name, p in wider.named_parameters()} == before
+    bias = LoRA(["0"], rank=2, also_train=["3.bias"])
+    bias.inject(single := build())
+    with pytest.raises(ValueError, match="also_train.*parameter '3.bias'"):
+        bias.save_peft(single, tmp_path / "bias")
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"use_dora": True}, "use_dora"),
+        # Each would load and give other outputs than peft's, without a word.
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'.*changes the weights of the base"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"of_tomorrow": True}, "of_tomorrow"),
+    ]
+    for change, message in changes:
         (tmp_path / "theirs" / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ValueError, match=message):
             LoRA.load_peft(build(), tmp_path / "theirs")
