@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_bigmodel import _host
+from lightning_bigmodel.callbacks._after_configure import AfterConfigure
 from lightning_bigmodel.callbacks._optimizers import optimizers_in
 from lightning_bigmodel.callbacks._settings import check_flag, is_count
 from lightning_bigmodel.sharding.eight_bit import embedding_parameters, to_eight_bit
@@ -16,7 +16,7 @@ from lightning_bigmodel.sharding.eight_bit import embedding_parameters, to_eight
 __all__ = ["EightBitOptimizer"]
 
 
-class EightBitOptimizer(Callback):
+class EightBitOptimizer(AfterConfigure):
     """Train with the 8-bit twin of the optimizer that `configure_optimizers` returns.
 
     The optimizer stays the same object, with its groups, options, hooks and schedulers; its class becomes that of
@@ -82,11 +82,3 @@ class EightBitOptimizer(Callback):
             )
         for optimizer in optimizers:
             to_eight_bit(optimizer, full_precision=full, min_size=self.min_8bit_size, paged=self.paged)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _host.forget_after_configure(pl_module)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        _host.forget_after_configure(pl_module)

@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
 from lightning_bigmodel import _host
+from lightning_bigmodel.callbacks._after_configure import AfterConfigure
 from lightning_bigmodel.callbacks._optimizers import check_all_stepped
 from lightning_bigmodel.callbacks._settings import check_flag, is_count, is_number
 from lightning_bigmodel.checkpoint.index import TensorEntry
@@ -34,7 +34,7 @@ from lightning_bigmodel.nn.peft_format import (
 __all__ = ["LoRA"]
 
 
-class LoRA(Callback):
+class LoRA(AfterConfigure):
     """Freeze the model and train a product of two thin matrices beside each of some linear layers.
 
     Before the optimizer is made, each linear layer that `targets` names gets the parameters `lora_A` of shape (rank,
@@ -131,14 +131,6 @@ class LoRA(Callback):
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         total = sum(p.numel() for p in module.parameters())
         rank_zero_info(f"`LoRA`: {len(layers)} layers have adapters; {trained:,} of {total:,} parameters are trained.")
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _host.forget_after_configure(pl_module)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        _host.forget_after_configure(pl_module)
 
     @override
     def state_dict(self) -> dict[str, Any]:

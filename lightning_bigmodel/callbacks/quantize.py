@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from typing_extensions import override
 
 from lightning_bigmodel import _host
+from lightning_bigmodel.callbacks._after_configure import AfterConfigure
 from lightning_bigmodel.callbacks._settings import check_flag
 from lightning_bigmodel.nn._targets import check_patterns
 from lightning_bigmodel.nn.int8_product import multiply_in_int8
@@ -23,7 +23,7 @@ __all__ = ["Quantize"]
 _CAPABILITY = (7, 5)  # of GPUs that multiply 8-bit integers
 
 
-class Quantize(Callback):
+class Quantize(AfterConfigure):
     """Keep the weights of some linear layers in 4 or 8 bits, frozen, before the optimizer is made.
 
     4 bits are NF4 with double quantisation (QLoRA, Dettmers et al., https://arxiv.org/abs/2305.14314, section 3), 8
@@ -126,14 +126,6 @@ class Quantize(Callback):
             ValueError: As the class says; nothing has changed then.
         """
         return self._convert(module, is_cut=False)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _host.forget_after_configure(pl_module)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        _host.forget_after_configure(pl_module)
 
 
 def _check_units(device: torch.device) -> None:

@@ -86,6 +86,8 @@ def _twin_name(optimizer: Optimizer, *, paged: bool) -> str:
             )
     if name == "Adam" and any(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
         name = "AdamW"
+    # Of an optimizer that pages already the twin does, too, where there is a device that can.
+    paged = paged or (kind.__name__.startswith("Paged") and torch.cuda.is_available())
     return f"{'Paged' if paged else ''}{name}8bit"
 
 

@@ -173,6 +173,17 @@ def test_the_cost_is_told(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+def test_an_optimizer_that_pages_has_a_twin_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments that no longer leave the GPU where the user had them leave it."""
+    import bitsandbytes
+
+    for has_gpu, name in ((False, "AdamW8bit"), (True, "PagedAdamW8bit")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        optimizer = bitsandbytes.optim.PagedAdamW32bit([nn.Parameter(torch.ones(8, 8))])
+        to_eight_bit(optimizer)
+        assert type(optimizer).__name__ == name
+
+
 def test_what_has_no_twin_is_refused() -> None:
     """Another optimizer than the user's, options that are dropped, a step that is."""
     weight = nn.Parameter(torch.ones(8, 8))
