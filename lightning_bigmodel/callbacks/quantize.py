@@ -42,9 +42,9 @@ class Quantize(AfterConfigure):
     LLM.int8(), without the part for outliers): forward, and the gradient of the weight. Weights remain ordinary
     parameters in their type and under their names, so that layouts, optimizers and checkpoints are as without the
     callback, and checkpoints load without it. This is for speed on GPUs with int8 units, not for memory. The gradient
-    of a weight is rounded for each micro-batch by the largest values in it: other numbers of micro-batches or replicas,
-    and `rowwise` layers, give the same numbers to that rounding (a few thousandths), and the same micro-batches the
-    same numbers.
+    of a weight is rounded for each micro-batch by the largest values in it (about a hundredth of its norm): the same
+    micro-batches give the same numbers, and other numbers of micro-batches or replicas, and `rowwise` layers, gradients
+    that agree to that rounding.
 
     Do not use `trained=False` for layers that are trained; nor for a model that was never trained, whose weights have
     nothing to keep. Weights must be there: load them in the module's constructor or `configure_model`, or before `fit`.
