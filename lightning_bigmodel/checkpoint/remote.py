@@ -23,7 +23,7 @@ from lightning_bigmodel.checkpoint._place import SIBLING, RemotePlace, local_fol
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint.index import DCP_METADATA_FILE, MARK_FILE, METADATA_FILE, make_index, write_mark
 
-__all__ = ["interrupted_remote", "refuse_folder", "write_file", "write_remote"]
+__all__ = ["interrupted_remote", "refuse_folder", "write_file", "write_folder", "write_remote"]
 
 
 def write_remote(url: str, content: SaveContent, ranks: Ranks) -> None:
@@ -89,6 +89,31 @@ def write_remote(url: str, content: SaveContent, ranks: Ranks) -> None:
     finally:
         for path in staged:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write_folder(url: str, local: Path) -> None:
+    """Put a complete sharded checkpoint of this machine in place of what was there. One process calls it."""
+    place = RemotePlace(url)
+    folder = place.begin()
+    sizes = {file.name: file.stat().st_size for file in local.iterdir()}
+    own = sorted(sizes.keys() - {MARK_FILE})
+    is_safe = False
+    try:
+        place.upload(local, folder, own)
+        place.check(folder, {name: sizes[name] for name in own})
+        place.upload(local, folder, [MARK_FILE])
+        place.finish(folder)
+        is_safe = True
+    finally:
+        if not is_safe:
+            with contextlib.suppress(Exception):
+                place.clear(folder)
+    if folder != place.path:
+        place.make_room()
+        place.copy(folder, own)
+        place.copy(folder, [MARK_FILE])
+        place.finish(place.path)
+    place.clear_siblings()
 
 
 def write_file(url: str, make: Callable[[Path], Path]) -> None:
