@@ -119,12 +119,16 @@ def write_folder(url: str, local: Path) -> None:
 def write_file(url: str, make: Callable[[Path], Path]) -> None:
     """Put one file in place of what was there, once it is up. One process calls it.
 
+    Stores of objects copy the new one over the old at once; where a move fails half-way, what is up stays beside until
+    the next save.
+
     Args:
         url: Where it goes.
         make: Makes the file in the local folder it is given, and returns its path.
 
     Raises:
         FileExistsError: There is a folder of that name.
+        OSError: It did not arrive whole, or could not be moved into place.
     """
     place = RemotePlace(url)
     refuse_folder(place)
@@ -136,11 +140,21 @@ def write_file(url: str, make: Callable[[Path], Path]) -> None:
             place.fs.invalidate_cache()
             if (size := int(place.fs.info(written)["size"])) != made.stat().st_size:
                 raise OSError(f"`{url}` arrived with {size} bytes instead of {made.stat().st_size}.")
-        place.fs.mv(written, place.path)
     except BaseException:
         with contextlib.suppress(Exception):
             place.fs.rm_file(written)
         raise
+    try:
+        place.fs.mv(written, place.path)
+        place.fs.invalidate_cache()
+        if (there := int(place.fs.info(place.path)["size"])) != size:
+            raise OSError(f"it has {there} bytes instead of {size}")
+    except Exception as error:
+        raise OSError(
+            f"`{url}` could not be replaced ({type(error).__name__}: {error}). The new checkpoint is whole in "
+            f"`{place.fs.unstrip_protocol(written)}` until the next save to that name: load that, or copy it."
+        ) from error
+    place.clear_siblings()
 
 
 def refuse_folder(place: RemotePlace) -> None:
