@@ -16,7 +16,7 @@ from lightning_bigmodel import _host
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["end_restart_of_file", "finish_batch", "finish_epoch", "logged_row", "metrics_of_file"]
+__all__ = ["end_restart_of_file", "finish_batch", "finish_epoch", "logged_row", "metrics_of_file", "stay_stopped"]
 
 
 def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
@@ -92,6 +92,33 @@ def end_restart_of_file(trainer: pl.Trainer) -> None:
     following = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     if outer.restarted_mid_epoch and outer.epoch_loop.restarted_on_last and all(name in latest for name in following):
         _host.end_restart(trainer)
+
+
+def stay_stopped(trainer: pl.Trainer) -> None:
+    """Let a run that `EarlyStopping` had stopped when the checkpoint was saved be stopped still.
+
+    Lightning 2.6 keeps the reason in the callback's state, and trains an epoch more. Within an epoch its end comes
+    first. A run without the callback goes on.
+    """
+    from lightning.pytorch.callbacks import EarlyStopping
+    from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+
+    own = [callback for callback in _host.callbacks(trainer) if isinstance(callback, EarlyStopping)]
+    if all(callback.stopping_reason == EarlyStoppingReason.NOT_STOPPED for callback in own):
+        return
+    loop = trainer.fit_loop.epoch_loop
+    if not trainer.fit_loop.restarted_mid_epoch:
+        trainer.should_stop = True
+        return
+    reset = loop.reset
+
+    def reset_and_stop() -> None:
+        loop.__dict__.pop("reset", None)
+        loop.__dict__.update({} if reset == type(loop).reset.__get__(loop) else {"reset": reset})
+        reset()
+        trainer.should_stop = True
+
+    loop.__dict__["reset"] = reset_and_stop
 
 
 def finish_epoch(trainer: pl.Trainer) -> None:

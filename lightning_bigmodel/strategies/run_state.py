@@ -149,6 +149,7 @@ class RunState(ReplicaSyncing):
             _host_resume.finish_batch(trainer, None)
             _host_resume.finish_epoch(trainer)
             _host_resume.end_restart_of_file(trainer)
+            _host_resume.stay_stopped(trainer)
             return
         self._seed = state["seed"]
         self.engine.reseed(self._seed)
@@ -175,6 +176,7 @@ class RunState(ReplicaSyncing):
                 callback.load_rank_state_dict(state["callbacks"][callback.state_key])
         _host_resume.finish_batch(trainer, state.get("row", {}))
         _host_resume.finish_epoch(trainer)
+        _host_resume.stay_stopped(trainer)
         loader, saved = _host.train_loader(trainer), state["position"]
         restore_rng(RngState.of_plain(state["rng"]))
         if isinstance(loader, MeshLoader) and saved is not None:

@@ -135,6 +135,8 @@ class SaveAt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of the last one."""
         self._keep(trainer)
+        if self.hook == "end":
+            self._save(trainer)
 
     def _keep(self, trainer: Trainer) -> None:
         self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_bigmodel import GradientNoiseScale
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
@@ -205,3 +206,27 @@ def test_one_file_goes_on_at_the_end_of_an_epoch(when: str, tmp_path: Path) -> N
         assert found["epochs"][-2:] == expected["epochs"][-2:]
         for name, value in expected["weights"].items():
             assert (found["weights"][name] == value).all(), name
+
+
+@pytest.mark.parametrize("kind", ["sharded", "single"])
+@pytest.mark.parametrize("when", ["end", "validation", "last"])
+def test_a_run_that_was_stopped_early_stays_so(when: str, kind: str, tmp_path: Path) -> None:
+    """An epoch more than the run that was not interrupted."""
+    arguments = ({"checkpoint_format": kind}, 1, 1)
+    path = str(tmp_path / "saved.ckpt")
+
+    def stops() -> EarlyStopping:
+        in_validation = when == "validation"
+        return EarlyStopping("val_loss", patience=1, stopping_threshold=1e3, check_on_train_epoch_end=not in_validation)
+
+    options: dict[str, Any] = {"habit": "quiet", "probability": 0.0, "max_epochs": 4}
+    save = WHEN.get(when, {"hook": when})
+    whole = run_ranks(fit, 1, *arguments, save, path, extra=[stops()], **options)[0]
+    resumed = run_ranks(fit, 1, *arguments, None, path, extra=[stops()], **options)[0]
+    assert len(whole["losses"]) == 6
+    assert resumed["losses"] == []
+    assert resumed["epochs"][-1]["val_loss"] == whole["epochs"][-1]["val_loss"]
+    for name, value in whole["weights"].items():
+        assert (resumed["weights"][name] == value).all(), name
+    onwards = run_ranks(fit, 1, *arguments, None, path, **options)[0]
+    assert len(onwards["losses"]) == 18
