@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, wraps
@@ -764,15 +764,14 @@ def num_batches_used(trainer: pl.Trainer) -> int:
 def epoch_left(trainer: pl.Trainer) -> tuple[bool, bool]:
     """Of the epoch a resumed run begins in, asked when training starts: has it batches left, has it an end to come.
 
-    Lightning 2.6 takes an epoch whose last batch is done for over where the checkpoint was saved in
-    `on_train_batch_end`, and goes on with its end where it was saved after validation.
+    Lightning 2.6 goes on with the end of an epoch whose last batch is done where the checkpoint was saved after
+    validation; where it was saved in `on_train_batch_end`, `_host_resume.finish_batch` sees to it.
     """
     loop = trainer.fit_loop
-    inner = loop.epoch_loop
-    progress = inner.batch_progress
+    progress = loop.epoch_loop.batch_progress
     is_done = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
     within = bool(loop.restarted_mid_epoch)
-    return within and not is_done, within and not (is_done and inner.restarted_on_train_batch_end)
+    return within and not is_done, within
 
 
 def end_restart(trainer: pl.Trainer) -> None:
@@ -859,20 +858,25 @@ def restore_logged_results(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
             entry.cumulated_batch_size = old["weight"].to(device)
 
 
-_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_SHOWN = {"_callback_metrics": "callback", "_logged_metrics": "log", "_progress_bar_metrics": "pbar"}
 
 
 def shown_metrics(trainer: pl.Trainer) -> dict[str, Any]:
-    """The latest values of what was logged, for callbacks, loggers and the progress bar (Lightning 2.6)."""
+    """The latest values of what was logged, for callbacks, loggers and the progress bar (Lightning 2.6).
+
+    Those of the batch or the epoch that ends now too, which Lightning puts there after the hooks. Collective at the end
+    of an epoch, where means are made.
+    """
     connector = trainer._logger_connector
+    latest: Any = connector.metrics if trainer.training and trainer._results else {}
     found = {}
-    for name in _SHOWN:
-        values = getattr(connector, name).items()
+    for name, kind in _SHOWN.items():
+        values = {**getattr(connector, name), **latest.get(kind, {})}.items()
         found[name] = {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in values}
     return found
 
 
-def restore_shown_metrics(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+def restore_shown_metrics(trainer: pl.Trainer, saved: Mapping[str, Any]) -> None:
     """Put back what `shown_metrics` gave."""
     device = trainer.strategy.root_device
     for name, values in saved.items():

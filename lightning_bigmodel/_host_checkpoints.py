@@ -25,6 +25,7 @@ __all__ = [
     "follow_saves",
     "is_accumulating",
     "is_followed_by_more",
+    "is_last_of_all",
     "is_requeue_path",
     "is_script_child",
     "requeue",
@@ -169,12 +170,22 @@ def is_accumulating(trainer: pl.Trainer) -> bool:
 def is_followed_by_more(trainer: pl.Trainer) -> bool:
     """Whether a validation or the end of the epoch belongs to the batch that ends now.
 
-    A run that goes on from a checkpoint of this moment does not make up for them.
+    With other strategies than ours a run that goes on from a checkpoint of this moment does not make up for them.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
     is_last = loop.batch_progress.is_last_batch or loop._num_ready_batches_reached()
     return bool(is_last or loop._should_check_val_fx(fetcher))
+
+
+def is_last_of_all(trainer: pl.Trainer) -> bool:
+    """Whether the batch that ends now is the last one of the run."""
+    outer, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    progress: Any = outer.epoch_progress
+    if 0 <= outer.max_steps <= loop.global_step:
+        return True
+    is_last = loop.batch_progress.is_last_batch or loop._num_ready_batches_reached()
+    return bool(is_last and 0 <= (outer.max_epochs or 0) <= progress.current.processed + 1)
 
 
 def is_script_child(trainer: pl.Trainer) -> bool:

@@ -85,7 +85,8 @@ def convert(
     """Convert a checkpoint: sharded folder, Lightning file or safetensors, from each to each.
 
     safetensors has weights alone. Averages that `ExponentialMovingAverage` has saved become `ema_state_dict` in a
-    Lightning file. Reads folders of Lightning's `ModelParallelStrategy` too. Runs no code from the checkpoint.
+    Lightning file. Reads folders of Lightning's `ModelParallelStrategy` too. Runs no code from the checkpoint. Both
+    may be URLs of fsspec's, such as ``s3://bucket/last.ckpt``.
 
     Args:
         source: A sharded folder, a Lightning file, a file of safetensors or a folder with their index.
@@ -107,6 +108,7 @@ def convert(
     from rich.progress import Progress
 
     from lightning_bigmodel.checkpoint.formats import convert_checkpoint
+    from lightning_bigmodel.checkpoint.remote_formats import stored_bytes
 
     console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -127,10 +129,7 @@ def convert(
             max_shard_size=max_shard_size,
             progress=on_progress,
         )
-    written = Path(target)
-    files = [written] if written.is_file() else [path for path in written.iterdir() if path.is_file()]
-    num_bytes = sum(path.stat().st_size for path in files)
-    console.print(f"wrote {escape(target)} ({num_bytes:,} bytes)", highlight=False, soft_wrap=True)
+    console.print(f"wrote {escape(target)} ({stored_bytes(target):,} bytes)", highlight=False, soft_wrap=True)
     if left_out:
         console.print(f"left out, being no tensors: {escape(', '.join(left_out))}", highlight=False, soft_wrap=True)
     return 0
@@ -143,7 +142,7 @@ def inspect(path: str, as_json: bool = False, allow_code: bool = False) -> int:
     safetensors. Reads no tensors and runs no code from the checkpoint; says which file would need it.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, or its URL.
         as_json: Print JSON.
         allow_code: Also read a Lightning file whose pickled objects may run code: only of checkpoints you trust.
 

@@ -37,9 +37,10 @@ class PreemptionCheckpoint(Callback):
     SIGTERM sends a message from there: the callback takes their place while training, and puts back what was there.
 
     With accumulated batches the end is that of the window. A signal during a validation is followed after the next
-    training step. At the last batch of an epoch, or one that a validation follows, the run saves, goes through those,
-    and saves again and ends after the next step: a run that is killed before goes on from the first save, without that
-    validation (as with any checkpoint of such a batch). After the last batch of all the run just ends.
+    training step. After the last batch of an epoch, or one that a validation follows, the resumed run goes through
+    those first. (Strategies other than `BigModelStrategy` have Lightning's way to resume, which leaves them out: there
+    the run saves, goes through them, and saves again and ends after the next step.) After the last batch of all the run
+    saves and goes through what is left: it has ended.
 
     Memory: none. Communication: with `BigModelStrategy` none beyond a bit in the message that its ranks send with every
     batch (where only tensor ranks share a model, and under other strategies, one all-reduce of a number a batch); then
@@ -144,7 +145,8 @@ class PreemptionCheckpoint(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if not self._is_agreed(trainer) or _host_checkpoints.is_accumulating(trainer):
             return
-        if not _host_checkpoints.is_followed_by_more(trainer):
+        is_made_up = self._strategy is not None and not _host_checkpoints.is_last_of_all(trainer)
+        if is_made_up or not _host_checkpoints.is_followed_by_more(trainer):
             self._save_and_end(trainer)
         elif not self._saved_early:
             # For the case that the time does not suffice.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_bigmodel.checkpoint import _replace
 from lightning_bigmodel.checkpoint._pickle import write_pickled
+from lightning_bigmodel.checkpoint._place import is_remote, local_path
 from lightning_bigmodel.checkpoint.convert import convert_to_single_file
 from lightning_bigmodel.checkpoint.index import (
     SAME_TENSOR,
@@ -22,6 +23,7 @@ from lightning_bigmodel.checkpoint.index import (
 )
 from lightning_bigmodel.checkpoint.mapped_content import Content, Progress, lightning_metadata, weights_file
 from lightning_bigmodel.checkpoint.regions import RegionLayout, TensorRegions
+from lightning_bigmodel.checkpoint.remote_formats import convert_remotely
 from lightning_bigmodel.checkpoint.safetensors_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -92,6 +94,9 @@ def convert_checkpoint(
     once more if ``source`` is a directory and ``target`` is none of safetensors. Tied tensors are written once where
     the kind can say so. The target has its name when it is complete; interrupted or failed, nothing is left.
 
+    Either path may be a URL of fsspec's, such as ``"s3://bucket/last.ckpt"``: it is fetched to, or put up from, a
+    folder of this machine (where ``TMPDIR`` says), whose disk needs room for it.
+
     Args:
         source: A sharded directory (ours, or of Lightning's ``ModelParallelStrategy``), a Lightning file, a file of
             safetensors or a folder with its index.
@@ -122,7 +127,26 @@ def convert_checkpoint(
         convert_checkpoint("checkpoints/last.ckpt", "hub", to="safetensors", strip_prefix="model.")
         transformers.AutoModelForCausalLM.from_pretrained("hub")
     """
-    found, kind = _replace.find(Path(source)), kind_of(source)
+    if is_remote(source) or is_remote(target):
+        return convert_remotely(
+            source,
+            target,
+            overwrite,
+            lambda source, target: convert_checkpoint(
+                source,
+                target,
+                to=to,
+                overwrite=overwrite,
+                weights_only=weights_only,
+                weights_from=weights_from,
+                strip_prefix=strip_prefix,
+                add_prefix=add_prefix,
+                max_shard_size=max_shard_size,
+                progress=progress,
+            ),
+        )
+    source, target = local_path(source), local_path(target)
+    found, kind = _replace.find(source), kind_of(source)
     output, wanted = Path(target), to or _kind_for(kind, Path(target))
     _check(found, kind, output, wanted, overwrite, strip_prefix, add_prefix, weights_from, max_shard_size)
     if (kind, wanted) == ("sharded", "ckpt"):

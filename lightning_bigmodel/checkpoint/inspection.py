@@ -25,6 +25,7 @@ from lightning_bigmodel.checkpoint.index import (
 )
 from lightning_bigmodel.checkpoint.local_copy import local_copy
 from lightning_bigmodel.checkpoint.mapped_content import entry_of
+from lightning_bigmodel.checkpoint.remote_formats import fetched
 from lightning_bigmodel.checkpoint.safetensors_files import files_of, read_header, shared_names
 
 __all__ = ["inspect_checkpoint", "saved_hyper_parameters"]
@@ -36,7 +37,8 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = Tru
     Memory: names and shapes; a Lightning file also what it holds beside tensors.
 
     Args:
-        path: A sharded directory (ours or of Lightning's ``ModelParallelStrategy``), a Lightning file, safetensors.
+        path: A sharded directory (ours or of Lightning's ``ModelParallelStrategy``), a Lightning file, safetensors. A
+            URL of fsspec's too: of a sharded directory all but the tensors is fetched for the time, else the files.
         weights_only: ``False`` also reads a Lightning file whose pickled part may run code. Default: ``True``.
 
     Returns:
@@ -55,7 +57,13 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = Tru
         found = inspect_checkpoint("checkpoints/last.ckpt")
         print(found["global_step"], found["problems"])
     """
-    found, kind = _replace.find(Path(path)), kind_of(path)
+    if is_remote(path):
+        url = os.fspath(path)
+        with fetched(url, with_tensors=False) as local:
+            there = inspect_checkpoint(local, weights_only=weights_only)
+        problems = [problem.replace(str(local), url) for problem in there["problems"]]
+        return {**there, "path": url, "problems": problems}
+    found, kind = _replace.find(local_path(path)), kind_of(local_path(path))
     report: dict[str, Any] = {
         "path": str(path),
         "kind": kind,

@@ -23,7 +23,7 @@ from lightning_bigmodel.checkpoint._place import SIBLING, RemotePlace, local_fol
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint.index import DCP_METADATA_FILE, MARK_FILE, METADATA_FILE, make_index, write_mark
 
-__all__ = ["interrupted_remote", "refuse_folder", "write_file", "write_remote"]
+__all__ = ["interrupted_remote", "refuse_folder", "write_file", "write_folder", "write_remote"]
 
 
 def write_remote(url: str, content: SaveContent, ranks: Ranks) -> None:
@@ -91,8 +91,36 @@ def write_remote(url: str, content: SaveContent, ranks: Ranks) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def write_folder(url: str, local: Path) -> None:
+    """Put a complete sharded checkpoint of this machine in place of what was there. One process calls it."""
+    place = RemotePlace(url)
+    folder = place.begin()
+    sizes = {file.name: file.stat().st_size for file in local.iterdir()}
+    own = sorted(sizes.keys() - {MARK_FILE})
+    is_safe = False
+    try:
+        place.upload(local, folder, own)
+        place.check(folder, {name: sizes[name] for name in own})
+        place.upload(local, folder, [MARK_FILE])
+        place.finish(folder)
+        is_safe = True
+    finally:
+        if not is_safe:
+            with contextlib.suppress(Exception):
+                place.clear(folder)
+    if folder != place.path:
+        place.make_room()
+        place.copy(folder, own)
+        place.copy(folder, [MARK_FILE])
+        place.finish(place.path)
+    place.clear_siblings()
+
+
 def write_file(url: str, make: Callable[[Path], Path]) -> None:
     """Put one file in place of what was there, once it is up. One process calls it.
+
+    Stores of objects copy the new one over the old at once; where a move fails half-way, what is up stays beside until
+    the next save.
 
     Args:
         url: Where it goes.
@@ -100,6 +128,7 @@ def write_file(url: str, make: Callable[[Path], Path]) -> None:
 
     Raises:
         FileExistsError: There is a folder of that name.
+        OSError: It did not arrive whole, or could not be moved into place.
     """
     place = RemotePlace(url)
     refuse_folder(place)
@@ -111,11 +140,21 @@ def write_file(url: str, make: Callable[[Path], Path]) -> None:
             place.fs.invalidate_cache()
             if (size := int(place.fs.info(written)["size"])) != made.stat().st_size:
                 raise OSError(f"`{url}` arrived with {size} bytes instead of {made.stat().st_size}.")
-        place.fs.mv(written, place.path)
     except BaseException:
         with contextlib.suppress(Exception):
             place.fs.rm_file(written)
         raise
+    try:
+        place.fs.mv(written, place.path)
+        place.fs.invalidate_cache()
+        if (there := int(place.fs.info(place.path)["size"])) != size:
+            raise OSError(f"it has {there} bytes instead of {size}")
+    except Exception as error:
+        raise OSError(
+            f"`{url}` could not be replaced ({type(error).__name__}: {error}). The new checkpoint is whole in "
+            f"`{place.fs.unstrip_protocol(written)}` until the next save to that name: load that, or copy it."
+        ) from error
+    place.clear_siblings()
 
 
 def refuse_folder(place: RemotePlace) -> None:

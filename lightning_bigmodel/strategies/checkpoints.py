@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_bigmodel import _host
+from lightning_bigmodel import _host, _host_resume
 from lightning_bigmodel.checkpoint import (
     LEFT_OUT,
     SAME_TENSOR,
@@ -254,6 +254,8 @@ class CheckpointMixin:
             rest[_MICROBATCH_SIZE] = found
         if same := strategy._same_tensor():
             rest[SAME_TENSOR] = same
+        if self._checkpoint_format == "single":
+            rest[_LATEST_METRICS] = _host_resume.metrics_of_file(strategy._trainer())
         model_state = rest.pop("state_dict")
         if self._checkpoint_parameters == "trainable":
             frozen = self._frozen_names()
@@ -309,6 +311,7 @@ class CheckpointMixin:
                     path, strategy.checkpoint_io.load_checkpoint, weights_only=weights_only
                 )
                 strategy._note_no_replica_state(path)
+                strategy._saved_metrics = plain.pop(_LATEST_METRICS, {})
                 for key in (f"{name}_state_dict" for name in strategy._extra_sets()):
                     if key in plain:
                         plain[key] = strategy.held_parts(plain[key])
@@ -470,4 +473,5 @@ def _note_quantization(errors: Sequence[tuple[float, float]]) -> None:
 _FP32_ROUNDING = 1e-6
 _EXTRA_STATE = "_extra_state"
 _IS_SHARDED = "lightning_bigmodel_sharded"
+_LATEST_METRICS = "bigmodel_latest_metrics"  # which schedules follow
 _MICROBATCH_SIZE = "bigmodel_microbatch_size"  # what `num_microbatches="auto"` has found

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_bigmodel import _host
+from lightning_bigmodel import _host, _host_resume
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
 from lightning_bigmodel.checkpoint.index import is_foreign
 from lightning_bigmodel.mesh import AXES, MeshLoader
@@ -34,6 +34,7 @@ class RunState(ReplicaSyncing):
     """
 
     _saved_run: dict[str, Any] | None = None
+    _saved_metrics: Mapping[str, Any] = {}  # the latest ones, of a file that has nothing else of it
 
     # -- save ----------------------------------------------------------------------------------------------------------
 
@@ -57,6 +58,7 @@ class RunState(ReplicaSyncing):
             "metrics": _metric_states(self.engine.root),
             "logged": _host.logged_results(trainer),
             "shown": _host.shown_metrics(trainer),
+            "row": _host_resume.logged_row(trainer),
             "callbacks": {
                 callback.state_key: callback.rank_state_dict()
                 for callback in _host.callbacks(trainer)
@@ -141,9 +143,14 @@ class RunState(ReplicaSyncing):
     def _resume_run(self) -> None:
         """At the start of training, when all hooks before it have run. Collective where batches are sent."""
         state, self._saved_run = self._saved_run, None
-        if state is None:
-            return
         trainer = self._trainer()
+        if state is None:
+            _host.restore_shown_metrics(trainer, self._saved_metrics)
+            _host_resume.finish_batch(trainer, None)
+            _host_resume.finish_epoch(trainer)
+            _host_resume.end_restart_of_file(trainer)
+            _host_resume.stay_stopped(trainer)
+            return
         self._seed = state["seed"]
         self.engine.reseed(self._seed)
         self._num_batches_moved = state["num_batches_moved"]
@@ -167,6 +174,9 @@ class RunState(ReplicaSyncing):
         for callback in _host.callbacks(trainer):
             if hasattr(callback, "load_rank_state_dict") and callback.state_key in state["callbacks"]:
                 callback.load_rank_state_dict(state["callbacks"][callback.state_key])
+        _host_resume.finish_batch(trainer, state.get("row", {}))
+        _host_resume.finish_epoch(trainer)
+        _host_resume.stay_stopped(trainer)
         loader, saved = _host.train_loader(trainer), state["position"]
         restore_rng(RngState.of_plain(state["rng"]))
         if isinstance(loader, MeshLoader) and saved is not None:

@@ -38,6 +38,7 @@ class SavingHooks(StrategyBase):
     # As all ranks know it alike, from the call on: what the disk of rank 0 will show when the save is complete.
     _path_in_flight: str | None = None
     _paths_to_remove: frozenset[str] = frozenset()
+    _linked_paths: tuple[str, ...] = ()  # to be removed once no link leads there
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint that is being written in the background is complete. Call it on all ranks together.
@@ -68,10 +69,12 @@ class SavingHooks(StrategyBase):
         saver, self._saver = self._saver, None
         _host_checkpoints.unfollow_saves(self._trainer())
         self._path_in_flight, self._paths_to_remove = None, frozenset()
-        if saver is None:
-            return None
         if self._failed:
-            saver.abandon(_ABANDON_SECONDS)
+            if saver is not None:
+                saver.abandon(_ABANDON_SECONDS)
+            return None
+        if saver is None:
+            self._remove_linked()
             return None
         try:
             with self._phase("saving a checkpoint"):
@@ -79,6 +82,7 @@ class SavingHooks(StrategyBase):
         except Exception as error:  # raised by the caller once the run is taken down
             self._failed = True
             return error
+        self._remove_linked()
         return None
 
     def _save(self, path: str, **content: Any) -> None:
@@ -102,7 +106,20 @@ class SavingHooks(StrategyBase):
         if self._path_in_flight is not None:
             self._paths_to_remove |= {location(path)}
         if self.is_global_zero:
-            self._once_complete(lambda: self._remove(path))
+            self._once_complete(lambda: self._remove_unlinked(path))
+
+    def _remove_unlinked(self, path: str) -> None:
+        # ModelCheckpoint removes what `last.ckpt` leads to before it links the new one: a run killed between the two
+        # would have no last checkpoint.
+        if _has_link(path):
+            self._linked_paths += (path,)
+        else:
+            self._remove(path)
+
+    def _remove_linked(self) -> None:
+        paths, self._linked_paths = self._linked_paths, ()
+        for path in paths:
+            self._remove(path)
 
     def _remove(self, path: str) -> None:
         if is_remote(path):
@@ -124,8 +141,14 @@ class SavingHooks(StrategyBase):
 
     def _link(self, path: str, link: str) -> None:
         if self.is_global_zero:
-            self._once_complete(lambda: link_checkpoint(path, link))
+            self._once_complete(lambda: self._link_and_remove(path, link))
         self.barrier("link to a checkpoint")
+
+    def _link_and_remove(self, path: str, link: str) -> None:
+        link_checkpoint(path, link)
+        paths, self._linked_paths = self._linked_paths, ()
+        for linked in paths:
+            self._remove_unlinked(linked)
 
     def _once_complete(self, action: Any) -> None:
         if self._saver is None:
@@ -142,6 +165,13 @@ class SavingHooks(StrategyBase):
     @override
     def on_train_end(self) -> None:
         self.finish_saving()
+
+
+def _has_link(path: str) -> bool:
+    place = Path(location(path)) if not is_remote(path) else None
+    if place is None or not place.parent.is_dir():
+        return False
+    return any(entry.is_symlink() and entry.resolve() == place.resolve() for entry in place.parent.iterdir())
 
 
 def location(path: str | os.PathLike[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from lightning_bigmodel.checkpoint import (
     save_sharded,
     save_single,
 )
+from lightning_bigmodel.checkpoint.remote import write_file
 from lightning_bigmodel.testing import RanksFailedError, run_ranks
 from tests.checkpoint.bucket import objects, operations
 
@@ -186,6 +189,52 @@ def test_one_file(root: Path) -> None:
         assert "FileExistsError" in str(said)
         assert url in str(said)
     assert step_of(url) == 3
+
+
+def _write(text: str) -> None:
+    def make(folder: Path) -> Path:
+        (folder / "made").write_text(text)
+        return folder / "made"
+
+    write_file("bucket://store/run/one.ckpt", make)
+
+
+def test_death_at_every_moment_of_a_file(root: Path) -> None:
+    """The old one gone before the new one has its name; files of dead runs that pile up in the store."""
+    run_ranks(_write, 1, "old", env=_environment(root))
+    operations(root)
+    run_ranks(_write, 1, "new", env=_environment(root))
+    num_operations = len(operations(root))
+    assert num_operations >= 3  # up, into place, and the first one removed
+    found = []
+    for at in range(1, num_operations + 1):
+        run_ranks(_write, 1, "old", env=_environment(root))
+        assert objects(root) == ["store/run/one.ckpt"]
+        with pytest.raises(RanksFailedError):
+            run_ranks(_write, 1, "new", env=_environment(root, BUCKET_KILL_AT=str(at)))
+        found.append(fsspec.filesystem("bucket").cat_file("store/run/one.ckpt").decode())
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {"old", "new"}
+
+
+def test_a_move_that_fails_half_way(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one removed though the old one is damaged."""
+    _write("old")
+    store = type(fsspec.filesystem("bucket"))
+
+    def half(self: Any, source: str, target: str) -> None:
+        self.pipe_file(target, b"ne")
+        raise ConnectionError("the store does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "mv", half)
+        with pytest.raises(OSError, match="could not be replaced.*does not answer.*is whole in `bucket://") as said:
+            _write("new")
+    beside = re.search(r"is whole in `([^`]+)`", str(said.value))
+    assert beside is not None
+    assert fsspec.filesystem("bucket").cat_file(beside[1]) == b"new"
+    _write("newer")
+    assert objects(root) == ["store/run/one.ckpt"]
 
 
 def test_what_is_no_checkpoint_stays(root: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -134,9 +135,28 @@ class SaveAt(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of the last one."""
         self._keep(trainer)
+        if self.hook == "end":
+            self._save(trainer)
 
     def _keep(self, trainer: Trainer) -> None:
         self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+class Rows(Logger):
+    """Keeps what it is given, with its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    name = version = "rows"  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """A row."""
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """None."""
 
 
 class CaptureLogs(logging.Handler):
@@ -186,11 +206,11 @@ class Quiet(Noisy):
         return torch.full((WIDTH,), float(index)).sin(), torch.tensor(index % 3)
 
 
-def _on_plateau(module: LightningModule) -> Any:
+def _on_plateau(module: LightningModule, options: dict[str, Any]) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     # A threshold that no epoch reaches: each one halves the rate.
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", **options}}
 
 
 def _loader_of(habit: str, batch_size: int) -> DataLoader[Any]:
@@ -200,6 +220,8 @@ def _loader_of(habit: str, batch_size: int) -> DataLoader[Any]:
     if habit == "weighted":
         sampler = WeightedRandomSampler([1.0 + index for index in range(48)], 48, generator=generator)
         return DataLoader(Noisy(48), batch_size=batch_size, sampler=sampler)
+    if habit == "quiet":
+        return DataLoader(Quiet(48), batch_size=batch_size)
     if habit == "persistent":
         return DataLoader(Quiet(48), batch_size=batch_size, shuffle=True, num_workers=1, persistent_workers=True)
     return DataLoader(Noisy(48), batch_size=batch_size, shuffle=True)
@@ -222,19 +244,19 @@ def fit(
     habit: str | None = None,
     schedule: dict[int, int] | None = None,
     unfreezes: bool = False,
-    plateau: bool = False,
+    plateau: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of two epochs that saves on its way, or that resumes from what was saved."""
     resumes = save is None
     seed_everything(seed + 100 * resumes, verbose=False)  # a resumed run must not need the seed
     keep = SaveAt(path, **(save or {}))
-    module = Model(probability)
+    module, rows = Model(probability), Rows()
     extra = [*extra, *([Draws()] if habit == "draws" else [])]
     extra += [GradientAccumulationScheduler(schedule)] if schedule else []
     extra += [Unfreezes()] if unfreezes else []
-    if plateau:
-        module.configure_optimizers = functools.partial(_on_plateau, module)  # type: ignore[method-assign]
+    if plateau is not None:
+        module.configure_optimizers = functools.partial(_on_plateau, module, plateau)  # type: ignore[method-assign]
     if unfreezes:  # a schedule has one rate for each group of the beginning
         module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
             [p for p in module.parameters() if p.requires_grad], lr=0.01
@@ -245,7 +267,8 @@ def fit(
         strategy=BigModelStrategy(**settings),
         plugins=[BigModelPrecision(precision, init_scale=2.0**40)] if precision == "16-mixed" else [],
         callbacks=[*extra, keep],
-        logger=False,
+        logger=rows,
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -261,9 +284,10 @@ def fit(
     )
     if habit is not None:
         loader = _loader_of(habit, 8 // data_ranks)
-    trainer.fit(module, loader, DataLoader(Noisy(8), batch_size=4), ckpt_path=path if resumes else None)
+    validated: Dataset[Any] = Quiet(8) if habit == "quiet" else Noisy(8)
+    trainer.fit(module, loader, DataLoader(validated, batch_size=4), ckpt_path=path if resumes else None)
     weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
-    if plateau:
+    if plateau is not None:
         assert trainer.optimizers[0].param_groups[0]["lr"] < 0.01
     rates = len(trainer.optimizers[0].param_groups)
-    return {"weights": weights, "losses": module.losses, "epochs": keep.epochs, "rates": rates}
+    return {"weights": weights, "losses": module.losses, "epochs": keep.epochs, "rates": rates, "rows": rows.rows}

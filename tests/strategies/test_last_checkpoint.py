@@ -96,6 +96,31 @@ def test_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path, is_async: 
         assert all(is_complete(directory / name) for name in entries(directory) if not name.startswith("."))
 
 
+def links_at_removals(directory: str, is_async: bool) -> list[bool]:
+    from lightning_bigmodel.strategies import saving
+
+    remove, found = saving.remove_checkpoint, []
+
+    def watched(path: Any) -> bool:
+        is_removed = remove(path)
+        found.append(is_complete(f"{directory}/last.ckpt"))
+        return is_removed
+
+    saving.remove_checkpoint = watched
+    Path(f"{directory}_notes").mkdir(exist_ok=True)
+    run(directory, is_async, 4, None, [])
+    return found
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_one_is_there_at_every_removal(tmp_path: Path, is_async: bool) -> None:
+    """A run killed between the removal of what `last.ckpt` leads to and the new link, which would begin anew."""
+    found = run_ranks(links_at_removals, 2, str(tmp_path / "saved"), is_async)
+    assert found == [[True] * 3, []]  # the first rank removes
+    assert entries(tmp_path / "saved") == ["last.ckpt", "step=4.ckpt"]
+
+
 def fit_last(directory: str, blind: list[int], num_steps: int) -> Any:
     """Fit from "last" where some ranks do not see the directory's entries."""
     import fsspec.implementations.local as local

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_bigmodel import GradientNoiseScale
 from lightning_bigmodel.testing import run_ranks as run_ranks_for
@@ -33,6 +34,11 @@ WHEN: dict[str, dict[str, Any]] = {
     "second_epoch": {"batch": 8},
     "validation": {"hook": "validation"},
     "epoch": {"hook": "epoch"},
+    "last": {"batch": 6},  # of its epoch, saved before its validation
+}
+HOW: dict[str, dict[str, Any]] = {
+    "interval": {"val_check_interval": 2},
+    "steps": {"val_check_interval": 4, "check_val_every_n_epoch": None},
 }
 
 
@@ -47,6 +53,7 @@ def check(layout: str, when: str, path: Path, precision: str = "32-true", **opti
         assert found["losses"] == expected["losses"][-len(found["losses"]) :]
         num_epochs = 1 if when in ("second_epoch", "epoch") else 2
         assert found["epochs"][-num_epochs:] == expected["epochs"][-num_epochs:]
+        assert found["rows"] == expected["rows"][-len(found["rows"]) :]  # each in the place that it has in the other
         for name, value in expected["weights"].items():
             assert (found["weights"][name] == value).all(), name
 
@@ -162,8 +169,64 @@ def test_groups_that_a_callback_has_added_are_there_again(layout: str, kind: str
             assert found["losses"] == expected["losses"][-len(found["losses"]) :]
 
 
-@pytest.mark.parametrize("when", ["middle", "validation", "second_epoch"])
+@pytest.mark.parametrize("when", ["middle", "validation", "second_epoch", "last", "epoch"])
 @pytest.mark.parametrize("layout", ["one", "pipe"])
 def test_a_rate_that_follows_a_metric_goes_on(layout: str, when: str, tmp_path: Path) -> None:
     """A step of the schedule that is left out at the end of the epoch that was resumed."""
-    check(layout, when, tmp_path, plateau=True, max_epochs=4)
+    check(layout, when, tmp_path, plateau={}, max_epochs=4)
+
+
+@pytest.mark.parametrize(
+    ("when", "how"), [("middle", "interval"), ("last", "interval"), ("middle", "steps"), ("second_epoch", "steps")]
+)
+def test_what_followed_the_batch_is_done_first(how: str, when: str, tmp_path: Path) -> None:
+    """A validation within an epoch, and a schedule that follows it, left out as they came after the save."""
+    options = HOW[how]
+    follows: dict[str, Any] = {"interval": "step", "frequency": options["val_check_interval"]}
+    check("zero2", when, tmp_path, plateau=follows, max_epochs=2, **options)
+
+
+@pytest.mark.parametrize("when", ["last", "epoch", "validation"])
+def test_a_run_that_counts_steps_goes_on(when: str, tmp_path: Path) -> None:
+    """An epoch's end twice, or never, where the steps are limited and epochs are not."""
+    check("one", when, tmp_path, plateau={}, max_epochs=-1, max_steps=13)
+
+
+@pytest.mark.parametrize("when", ["last", "epoch", "validation"])
+def test_one_file_goes_on_at_the_end_of_an_epoch(when: str, tmp_path: Path) -> None:
+    """The validation after the last batch, and the step of a schedule that follows it, without the ranks' own parts."""
+    devices, data_ranks, settings = LAYOUTS["replicas"]
+    arguments = ({**settings, "checkpoint_format": "single"}, devices, data_ranks)
+    path = str(tmp_path / "saved.ckpt")
+    options: dict[str, Any] = {"plateau": {}, "probability": 0.0, "habit": "quiet", "max_epochs": 3}
+    whole = run_ranks(fit, devices, *arguments, WHEN[when], path, **options)
+    resumed = run_ranks(fit, devices, *arguments, None, path, **options)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert found["losses"] == expected["losses"][6:]
+        assert found["epochs"][-2:] == expected["epochs"][-2:]
+        for name, value in expected["weights"].items():
+            assert (found["weights"][name] == value).all(), name
+
+
+@pytest.mark.parametrize("kind", ["sharded", "single"])
+@pytest.mark.parametrize("when", ["end", "validation", "last"])
+def test_a_run_that_was_stopped_early_stays_so(when: str, kind: str, tmp_path: Path) -> None:
+    """An epoch more than the run that was not interrupted."""
+    arguments = ({"checkpoint_format": kind}, 1, 1)
+    path = str(tmp_path / "saved.ckpt")
+
+    def stops() -> EarlyStopping:
+        in_validation = when == "validation"
+        return EarlyStopping("val_loss", patience=1, stopping_threshold=1e3, check_on_train_epoch_end=not in_validation)
+
+    options: dict[str, Any] = {"habit": "quiet", "probability": 0.0, "max_epochs": 4}
+    save = WHEN.get(when, {"hook": when})
+    whole = run_ranks(fit, 1, *arguments, save, path, extra=[stops()], **options)[0]
+    resumed = run_ranks(fit, 1, *arguments, None, path, extra=[stops()], **options)[0]
+    assert len(whole["losses"]) == 6
+    assert resumed["losses"] == []
+    assert resumed["epochs"][-1]["val_loss"] == whole["epochs"][-1]["val_loss"]
+    for name, value in whole["weights"].items():
+        assert (resumed["weights"][name] == value).all(), name
+    onwards = run_ranks(fit, 1, *arguments, None, path, **options)[0]
+    assert len(onwards["losses"]) == 18
