@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_bigmodel import _host, _host_resume
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
@@ -164,7 +165,11 @@ class RunState(ReplicaSyncing):
         _host.restore_shown_metrics(trainer, state["shown"])
         logged = {entry["options"]["metric_attribute"] for entry in state["logged"].values()}
         # At an epoch's end the host resets the metrics that were logged.
-        kept = {name: saved for name, saved in state["metrics"].items() if has_end or name not in logged}
+        kept = {
+            name: saved
+            for name, saved in state["metrics"].items()
+            if has_end or not any(name == metric or name.startswith(f"{metric}.") for metric in logged if metric)
+        }
         self._load_metric_states(kept)
         if has_batches and _host.follows_accumulation_schedule(trainer):
             trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
@@ -193,6 +198,8 @@ class RunState(ReplicaSyncing):
                 for key, value in saved[name]["state"].items():
                     moved = [v.to(metric.device) for v in value] if isinstance(value, list) else value.to(metric.device)
                     setattr(metric, key, moved)
+                for key, value in saved[name].get("rest", {}).items():
+                    setattr(metric, key, value.to(metric.device) if isinstance(value, Tensor) else value)
                 metric._update_count, metric._computed = saved[name]["count"], None
                 link.took_state(metric)
 
@@ -214,10 +221,17 @@ class RunState(ReplicaSyncing):
 
 def _metric_states(root: nn.Module) -> dict[str, dict[str, Any]]:
     return {
-        name: {"count": metric._update_count, "state": _to_cpu(metric.metric_state)}
+        name: {"count": metric._update_count, "state": _to_cpu(metric.metric_state), "rest": _beside_states(metric)}
         for name, metric in root.named_modules()
-        if isinstance(metric, Metric) and metric._update_count
+        if isinstance(metric, Metric) and (metric._update_count or isinstance(metric, (MinMaxMetric, Running)))
     }
+
+
+def _beside_states(metric: Metric) -> dict[str, Any]:
+    """What wrappers of torchmetrics keep in plain attributes."""
+    if isinstance(metric, MinMaxMetric):
+        return _to_cpu({"min_val": metric.min_val, "max_val": metric.max_val})
+    return {"_num_vals_seen": metric._num_vals_seen} if isinstance(metric, Running) else {}
 
 
 def _to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:

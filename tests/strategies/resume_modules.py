@@ -94,6 +94,25 @@ class Model(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Wrapped(Model):
+    """Metrics that keep a part of what they know in plain attributes."""
+
+    def __init__(self, probability: float = 0.2) -> None:
+        super().__init__(probability)
+        self.range = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+        self.recent = torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """They see the loss."""
+        loss = super().training_step(batch, batch_idx)
+        found = self.range(loss.detach())
+        self.recent.update(loss.detach())
+        self.log("lowest", found["min"])
+        self.log("highest", found["max"])
+        self.log("recent", self.recent.compute())
+        return loss
+
+
 class SaveAt(Callback):
     """Saves once, after so many batches of the run or at the end of an epoch; keeps what each epoch logged."""
 
@@ -245,13 +264,14 @@ def fit(
     schedule: dict[int, int] | None = None,
     unfreezes: bool = False,
     plateau: dict[str, Any] | None = None,
+    wraps: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of two epochs that saves on its way, or that resumes from what was saved."""
     resumes = save is None
     seed_everything(seed + 100 * resumes, verbose=False)  # a resumed run must not need the seed
     keep = SaveAt(path, **(save or {}))
-    module, rows = Model(probability), Rows()
+    module, rows = (Wrapped if wraps else Model)(probability), Rows()
     extra = [*extra, *([Draws()] if habit == "draws" else [])]
     extra += [GradientAccumulationScheduler(schedule)] if schedule else []
     extra += [Unfreezes()] if unfreezes else []

@@ -230,3 +230,9 @@ def test_a_run_that_was_stopped_early_stays_so(when: str, kind: str, tmp_path: P
         assert (resumed["weights"][name] == value).all(), name
     onwards = run_ranks(fit, 1, *arguments, None, path, **options)[0]
     assert len(onwards["losses"]) == 18
+
+
+@pytest.mark.parametrize("when", ["middle", "epoch"])
+def test_metrics_with_more_than_states_go_on(when: str, tmp_path: Path) -> None:
+    """A range, and a window over the latest values, that begin anew."""
+    check("replicas", when, tmp_path, wraps=True)
