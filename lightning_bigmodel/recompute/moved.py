@@ -68,7 +68,7 @@ class MovedTensors:
         self.host_bytes = self.device_bytes = self.peak_device_bytes = self.spilled_bytes = 0
         self.num_copies = [0, 0]
         self._without_room, self._why = 0, ""
-        self._known: dict[tuple[Any, int], list[weakref.ref[MovedStorage]]] = {}
+        self._known: dict[tuple[Any, ...], list[weakref.ref[MovedStorage]]] = {}
         self._recent: deque[SavedGroup] = deque()
         self._last: SavedGroup | None = None
         self._current: weakref.ref[SavedGroup] | None = None
@@ -115,14 +115,18 @@ class MovedTensors:
         if not self._moves(tensor):
             return tensor
         start, stop = span_of(tensor)
-        known = self._known.setdefault((_host.storage_reference(tensor), tensor._version), [])
+        whole = tensor.untyped_storage().nbytes()
+        # A part that is no view (of `unsafe_chunk`, as in recurrent cells) has a version of its own: code may have
+        # written to other parts since a copy, and nothing tells.
+        is_alone = tensor._base is None and tensor.numel() * tensor.element_size() < whole
+        look = (tensor.storage_offset(), tensor.shape, tensor.stride()) if is_alone else None
+        known = self._known.setdefault((_host.storage_reference(tensor), tensor._version, look), [])
         for reference in known:
             storage = reference()
             if storage is not None and storage.start <= start and stop <= storage.start + storage.num_bytes:
                 break
         else:
-            whole = tensor.untyped_storage().nbytes()
-            if 2 * (stop - start) >= whole:  # other views of it are likely to be saved too
+            if not is_alone and 2 * (stop - start) >= whole:  # other views of it are likely to be saved too
                 start, stop = 0, whole
             storage = MovedStorage(self, tensor, start, stop)
             known.append(weakref.ref(storage))

@@ -104,13 +104,31 @@ class _Kept:
         self.keep = keep
         self.results: dict[Any, list[_Result]] = defaultdict(list)
         self._next: dict[Any, int] = defaultdict(int)
+        self._of_storage: dict[Any, list[_Result]] = defaultdict(list)
         self._read: Callable[[int], Tensor] | None = None
 
     def add(self, func: Any, output: Any) -> None:
         """Note a result."""
         value = map_tensors(_host.alias_below_autograd, output)
         after = capture_rng() if torch.Tag.nondeterministic_seeded in func.tags else None
-        self.results[func].append(_Result(value, [tensor._version for tensor in tensors_of(value)], after))
+        result = _Result(value, [tensor._version for tensor in tensors_of(value)], after)
+        self.results[func].append(result)
+        for tensor in tensors_of(value):
+            self._of_storage[_host.storage_reference(tensor)].append(result)
+
+    def lose_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Give up results that an operator has written to, also by an alias with a version of its own."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write:
+                self._lose(value)
+        for argument in func._schema.arguments:
+            if argument.is_write and argument.name in kwargs:
+                self._lose(kwargs[argument.name])
+
+    def _lose(self, value: Any) -> None:
+        for tensor in tensors_of(value):
+            for result in self._of_storage.pop(_host.storage_reference(tensor), ()):
+                result.value, result.versions, result.after = None, [], None
 
     def end_forward(self) -> None:
         """Hand the results to autograd, whose hooks see them then."""
@@ -125,6 +143,7 @@ class _Kept:
                 if [tensor._version for tensor in tensors_of(result.value)] != result.versions:
                     result.value, result.after = None, None
                 result.value = map_tensors(place, result.value)
+        self._of_storage.clear()
         self._read = kept_by_autograd(tensors)
 
     def take(self, func: Any) -> _Result:
@@ -151,6 +170,8 @@ class _First(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if func in self.kept.keep:
             self.kept.add(func, output)
+        elif func._schema.is_mutable:
+            self.kept.lose_written(func, args, kwargs or {})
         return output
 
 

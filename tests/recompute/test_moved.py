@@ -121,6 +121,21 @@ def test_the_device_holds_what_prefetch_says_at_any_depth() -> None:
             assert moved.num_copies == [count, count - prefetch]
 
 
+class Parts(nn.Module):
+    """Writes to parts of a tensor that are no views of it for autograd, as recurrent cells do, and saves each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(8, 8)`."""
+        first, second = (x * 0.5).unsafe_chunk(2, 1)
+        return torch.cat([first.sigmoid_(), second.exp_()], 1)
+
+
+def test_parts_that_are_written_one_after_the_other() -> None:
+    """What the first part was saved with, for the second one too: its bytes from before it was written."""
+    # Over a link that copies at once: a late one would read what came after.
+    assert_same(deep(Parts, Offload(min_bytes=0), 4), deep(Parts, None, 4))
+
+
 def test_what_all_blocks_save_stays_while_they_do() -> None:
     """An encoder's memory, sent out and fetched anew by each block of the decoder."""
     moved = MovedTensors(CheckedLink(), prefetch=1)

@@ -48,6 +48,22 @@ def test_random_and_changed_results(keep: list[str]) -> None:
     assert_same(_gradients(Selective(keep)), _gradients(None))
 
 
+def test_results_that_are_written_by_parts_with_versions_of_their_own() -> None:
+    """A recurrent cell changes what a product gave by `unsafe_chunk`: the change would be there twice."""
+    found = []
+    for policy in (None, Selective(["matmul"])):
+        torch.manual_seed(0)
+        cells = nn.GRU(4, 4, batch_first=True)
+        chain = Chain([Block("block", cells, 0)], ends_in_backward=False)
+        treated = None if policy is None else TreatedBlocks(chain, policy.treatments(chain))
+        hidden = torch.randn(2, 3, 4, requires_grad=True)
+        cells(hidden)[0].square().sum().backward()
+        if treated is not None:
+            treated.close()
+        found.append([hidden.grad, *(parameter.grad for parameter in cells.parameters())])
+    assert_same(found[1], found[0])
+
+
 def test_unknown_operators_are_named() -> None:
     """A list that keeps nothing."""
     with pytest.raises(
