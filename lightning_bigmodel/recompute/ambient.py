@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.mesh.rng import capture_rng, restore_rng
+from lightning_bigmodel.recompute._contents import contents_of, has_contents, is_same, put_back
 
 __all__ = ["Ambient", "Keeper", "OwnState"]
 
@@ -90,7 +91,8 @@ class OwnState:
 
     Buffers (running statistics, counters, power iterations) that the forward changes are copied before it; the second
     run works on those copies. Attributes that it sets are put back after the second run; plain values (numbers, flags)
-    also have, within it, what they had before the first.
+    also have, within it, what they had before the first. So it is with collections that it changes, and with random
+    generators of the block's own.
 
     Args:
         block: The module.
@@ -112,7 +114,16 @@ class OwnState:
     def before(self) -> Any:
         """A note of the state before a forward."""
         copies = {key: (buffer, buffer._version, self._copy(key, buffer)) for key, _, _, buffer in self._buffers()}
-        return copies, [dict(module.__dict__) for module in self._modules]
+        attributes = [dict(module.__dict__) for module in self._modules]
+        contents = [
+            {
+                name: contents_of(value)
+                for name, value in each.items()
+                if name not in _OF_MODULES and has_contents(value)
+            }
+            for each in attributes
+        ]
+        return copies, attributes, contents
 
     def _copy(self, key: tuple[int, str], buffer: Tensor) -> Tensor | None:
         if key in self._written or not self._is_learned or buffer.nbytes <= _SMALL_BUFFER_BYTES:
@@ -125,7 +136,7 @@ class OwnState:
         Raises:
             RuntimeError: Where a large buffer that earlier forwards left alone has changed.
         """
-        copies, attributes = before
+        copies, attributes, contents = before
         buffers: dict[tuple[int, str], Tensor] = {}
         for key, module, name, buffer in self._buffers():
             old, version, copy = copies.get(key, (None, -1, None))
@@ -148,20 +159,30 @@ class OwnState:
                 old_value = old_attributes.get(name, _ABSENT)
                 if value is not old_value and name not in _OF_MODULES and name != "forward":
                     written.setdefault(index, {})[name] = old_value if isinstance(old_value, _PLAIN) else _UNKNOWN
-        return buffers, written
+        insides = [
+            (attributes[index][name], _startable(old))
+            for index, of_module in enumerate(contents)
+            for name, old in of_module.items()
+            if not is_same(old, contents_of(attributes[index][name]))
+        ]
+        return buffers, written, insides
 
     @contextmanager
     def restored(self, changed: Any) -> Iterator[None]:
         """Within, the block is as it was before its forward; what is written within is undone."""
-        buffers, written = changed
+        buffers, written, insides = changed
         present = {key: (module, name, buffer) for key, module, name, buffer in self._buffers() if key in buffers}
         attributes = {
             (index, name): self._modules[index].__dict__.get(name, _ABSENT)
             for index, names in written.items()
             for name in names
         }
+        present_insides = [(value, contents_of(value)) for value, _ in insides]
         for key, (module, name, _) in present.items():
             module._buffers[name] = buffers[key].clone()
+        for value, old in insides:
+            if old is not _UNKNOWN:
+                put_back(value, old)
         for index, name in attributes:
             if written[index][name] is not _UNKNOWN:
                 self._modules[index].__dict__[name] = written[index][name]
@@ -170,6 +191,8 @@ class OwnState:
         finally:
             for module, name, buffer in present.values():
                 module._buffers[name] = buffer
+            for value, now in present_insides:
+                put_back(value, now)
             for (index, name), value in attributes.items():
                 if value is _ABSENT:
                     self._modules[index].__dict__.pop(name, None)
@@ -180,6 +203,15 @@ class OwnState:
 def _is_written_unseen(module: nn.Module, name: str) -> bool:
     """Norms write their running statistics within an operator that does not count it as a change."""
     return module.training and name in ("running_mean", "running_var")
+
+
+def _startable(contents: Any) -> Any:
+    """What a second run may start from. Not collections of tensors, of which a note would hold graphs."""
+    is_collection = isinstance(contents, list)
+    items = (
+        [part for item in contents for part in (item if isinstance(item, tuple) else (item,))] if is_collection else []
+    )
+    return contents if all(isinstance(item, _PLAIN) for item in items) else _UNKNOWN
 
 
 _ABSENT: Any = object()

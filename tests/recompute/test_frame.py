@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -274,6 +276,48 @@ def test_lists_of_operators_hold_in_the_second_run() -> None:
             treated.close()
     assert_same(found[1], found[0])
     assert dtypes == [torch.float32] * 3
+
+
+class Remembers(nn.Module):
+    """Changes collections of its own, and draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.losses: list[Tensor] = []
+        self.counts = {"calls": 0}
+        self.generators = torch.Generator(), random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.first, self.second, self.third, self.fourth = self.generators
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Depends on all of them."""
+        FORWARDS["Remembers"] += 1
+        self.seen.append(len(self.seen))
+        self.counts["calls"] += 1
+        self.losses.append(x.sum())
+        noise = torch.rand(x.shape, generator=self.first) * self.second.random()
+        scale = self.third.random() * float(self.fourth.random_sample()) * sum(self.seen) * self.counts["calls"]
+        return torch.tanh(x * noise + scale).exp()
+
+
+def test_collections_and_generators_of_the_block_itself() -> None:
+    """Random numbers that go on in the second run; lists that grow twice."""
+    found: list[Any] = []
+    for is_treated in (False, True):
+        FORWARDS.clear()
+        block = Remembers()
+        block.first.manual_seed(3)
+        treated = treat(block) if is_treated else None
+        x = torch.linspace(-1, 1, 4, requires_grad=True)
+        loss = block(x).sum() + block(block(x)).sum() + block.losses[1]
+        loss.backward()
+        loss = None
+        after = [float(torch.rand((), generator=block.first)), block.second.random(), block.third.random()]
+        found.append([x.grad, block.seen, block.counts, len(block.losses), *after, block.fourth.random_sample()])
+        assert FORWARDS["Remembers"] == (6 if is_treated else 3)
+        if treated is not None:
+            treated.close()
+    assert_same(found[1], found[0])
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
