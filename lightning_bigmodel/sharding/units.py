@@ -13,13 +13,15 @@ __all__ = ["find_blocks", "make_units"]
 
 # Of the largest: messages of less take as long as their latency, and keeping them for whole passes costs little.
 _SMALL_PART = 0.1
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """The repeated composite children of a model by name, and the layers with parameters outside of them.
 
     A module whose direct children include at least two of one class that have children themselves is a chain, whatever
-    kind of container it is; its children are blocks.
+    kind of container it is; its children are blocks. An encoder and a decoder of one class are none: what repeats in
+    the lists within them is.
 
     Example:
         >>> layer = lambda: nn.TransformerEncoderLayer(4, 2)
@@ -34,13 +36,22 @@ def find_blocks(root: nn.Module) -> dict[str, nn.Module]:
             if prefix:
                 found[prefix] = module
             return
-        kinds = Counter(type(child) for _, child in children if any(child.children()))
-        repeated = {kind for kind, count in kinds.items() if count >= 2}
+        repeated = _repeated(module)
+        if not isinstance(module, _CONTAINERS):
+            inside = [part for _, child in children if type(child) in repeated for part in child.modules()]
+            if any(isinstance(part, _CONTAINERS) and _repeated(part) for part in inside):
+                repeated = set()
         for name, child in children:
             visit(child, f"{prefix}.{name}" if prefix else name, type(child) in repeated)
 
     visit(root, "", False)
     return found
+
+
+def _repeated(module: nn.Module) -> set[type[nn.Module]]:
+    """Classes of which it has two children or more that have children themselves."""
+    kinds = Counter(type(c) for c in module.children() if _has_parameters(c) and any(c.children()))
+    return {kind for kind, count in kinds.items() if count >= 2}
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lightning_bigmodel.recompute.full import Full
 from lightning_bigmodel.recompute.install import TreatedBlocks
@@ -14,6 +21,7 @@ from lightning_bigmodel.recompute.offload import Offload
 from lightning_bigmodel.recompute.policy import Block, Chain
 from lightning_bigmodel.recompute.selective import Selective
 from lightning_bigmodel.recompute.square_root import SquareRoot
+from lightning_bigmodel.sharding.units import find_blocks
 
 TOKENS = torch.randint(64, (2, 10), generator=torch.Generator().manual_seed(1))
 
@@ -61,3 +69,10 @@ def test_gradients(make: Any) -> None:
         found = _gradients(make, policy, True)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_blocks_of_an_encoder_and_a_decoder() -> None:
+    """Two blocks, each of them half of the model: its whole activations are back as soon as backward begins."""
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2))
+    found = [name for name, part in find_blocks(model).items() if any(part.children())]
+    assert found == [f"{stack}.block.{index}" for stack in ("encoder", "decoder") for index in range(3)]
