@@ -34,7 +34,8 @@ class Recompute(Callback):
     overridden from the start of `fit` to its end: names in checkpoints, module types and hooks stay, and the order of
     callbacks does not matter. Works under `BigModelStrategy` with every layout and schedule (a block runs twice a
     micro-batch, also where a schedule splits its backward), with `compile_blocks`, and under Lightning's strategies.
-    Key-value caches of transformers are left out of calls, as they do it themselves.
+    Key-value caches of transformers are left out of calls, as they do it themselves: numbers are those of
+    `use_cache=False`, which may round otherwise than those with a cache.
 
     Args:
         policy: `Full()`, `SquareRoot()`, `Selective(...)`, `Offload(...)` or `Optimal(...)`. Default: `Full()`.
