@@ -45,6 +45,7 @@ _TASKS: dict[str, dict[str, Callable[[], Any]]] = {
     "text": {
         "AllReduce": AllReduce,
         "LocalSGD(period=8)": lambda: LocalSGD(period=8),
+        "LocalSGD(period=8, optimizer_state=average)": lambda: LocalSGD(period=8, optimizer_state="average"),
         "DiLoCo(period=50)": lambda: DiLoCo(period=50),
     },
 }
@@ -195,11 +196,15 @@ def main() -> None:
     """Reads the arguments; writes the curves and prints how each way to agree ends."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("task", choices=list(_TASKS))
+    parser.add_argument("--sides", nargs="+", help="ways to agree, of those of the task; default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", nargs="+", type=float, help="factors of the learning rate")
     parser.add_argument("--max-steps", type=int, help="to stop early")
     parser.add_argument("--output", type=Path, default=_HERE)
     given = parser.parse_args()
+    sides = given.sides or list(_TASKS[given.task])
+    if unknown := set(sides) - _TASKS[given.task].keys():
+        parser.error(f"`--sides` has {sorted(unknown)}; `{given.task}` has {list(_TASKS[given.task])}.")
     metric = "val_accuracy" if given.task == "digits" else "val_loss"
     ends: dict[tuple[str, float], list[float]] = {}
     begun: dict[int, str] = {}
@@ -211,9 +216,7 @@ def main() -> None:
     with scratch, (given.output / f"{given.task}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["sync", "rate", "seed", "step", metric])
-        for name, rate, seed in itertools.product(
-            _TASKS[given.task], given.rates or _RATES[given.task], range(given.seeds)
-        ):
+        for name, rate, seed in itertools.product(sides, given.rates or _RATES[given.task], range(given.seeds)):
             start = time.monotonic()
             arguments = (given.task, name, rate, seed, begun.get(seed), given.max_steps)
             rows = run_ranks(run, _REPLICAS, *arguments, timeout_seconds=3600.0)[0]
@@ -225,8 +228,8 @@ def main() -> None:
     print(f"| sync | rate | {metric}, mean of {given.seeds} seeds | against AllReduce |\n| --- | ---: | ---: | ---: |")
     best = max if given.task == "digits" else min
     means = {side: statistics.mean(values) for side, values in ends.items()}
-    dense = best(mean for (name, _), mean in means.items() if name == "AllReduce")
-    for name in _TASKS[given.task]:
+    dense = best((mean for (name, _), mean in means.items() if name == "AllReduce"), default=math.nan)
+    for name in sides:
         mean, rate = best((mean, rate) for (other, rate), mean in means.items() if other == name)
         change = 100 * (mean - dense if given.task == "digits" else mean / dense - 1)
         unit = "points" if given.task == "digits" else "%"
