@@ -22,11 +22,21 @@ class SpillFolder:
     Args:
         path: Where it is made: on a fast disk.
         host_buffer: Makes memory to read into.
+
+    Raises:
+        OSError: Where it cannot be made; by `wait_for_one` and by what reads, where the disk failed or was full.
     """
 
     def __init__(self, path: Path, host_buffer: Callable[[int], Tensor]) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix=f"activations-{os.getpid()}-", dir=path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # A disk that has gone must not hide the error that says so.
+            self._folder = tempfile.TemporaryDirectory(
+                prefix=f"activations-{os.getpid()}-", dir=path, ignore_cleanup_errors=True
+            )
+        except OSError as error:
+            raise OSError(f"`path={str(path)!r}` takes no folder for activations: {error}. Give another.") from error
+        self._path, self._failed = path, ""
         self._worker = ThreadPoolExecutor(1, "spill")
         self._host_buffer = host_buffer
         self._count = 0
@@ -39,7 +49,14 @@ class SpillFolder:
 
         def work() -> None:
             copy.finish()
-            file.path.write_bytes(buffer.numpy().data)
+            try:
+                file.path.write_bytes(buffer.numpy().data)
+            except OSError as error:
+                self._failed = (
+                    f"`path={str(self._path)!r}`: {buffer.numel()} bytes of activations could not be written: {error}. "
+                    "Make room there, give another `path`, or raise `max_host_bytes`."
+                )
+                raise OSError(self._failed) from error
             written()
 
         self.writing.append(self._worker.submit(work))
@@ -53,6 +70,8 @@ class SpillFolder:
         """Read a file into a new host buffer, after all writes before."""
 
         def work() -> Tensor:
+            if self._failed:
+                raise OSError(self._failed)
             buffer = self._host_buffer(num_bytes)
             with path.open("rb") as file:
                 found = file.readinto(buffer.numpy().data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,7 @@ def test_what_the_host_has_no_room_for_goes_to_files(tmp_path: Path) -> None:
     for index in range(3):
         with moved.moving("block", index):
             output = output.exp() * 0.1
+    moved._folder._worker.submit(int).result()  # after all writes
     assert len(list(tmp_path.glob("*/*.bin"))) == 3
     output.sum().backward()
     moved._folder._worker.submit(int).result()
@@ -231,6 +233,26 @@ def test_what_the_host_has_no_room_for_goes_to_files(tmp_path: Path) -> None:
     assert moved.spilled_bytes >= 9 * BYTES
     assert moved.peak_device_bytes == 3 * BYTES
     assert list((tmp_path / "spill").iterdir()) == []
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path) -> None:
+    """An error that names a number of a file, or bytes that are missing at the other end."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"`path='.*/file'` takes no folder for activations: .* Give another\."):
+        MovedTensors(CheckedLink(), max_host_bytes=0, spill_path=tmp_path / "file")
+    moved = MovedTensors(CheckedLink(), max_host_bytes=0, spill_path=tmp_path)
+    shutil.rmtree(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    with pytest.raises(OSError, match=r"256 bytes of activations could not be written: .* Make room there"):
+        _move_once(moved)
+    moved.close()
+
+
+def _move_once(moved: MovedTensors) -> None:
+    output = torch.ones(64, requires_grad=True) * 1
+    for index in range(3):
+        with moved.moving("block", index):
+            output = output.exp() * 0.1
+    output.sum().backward()
 
 
 def test_changes_in_place_raise_as_without() -> None:

@@ -86,14 +86,16 @@ def test_the_plan_holds_its_budget_and_uses_it(plain: Any) -> None:
     """A plan by numbers that are not those of the run; a budget of which half is left over."""
     whole, gradients = plain
     least = gpt(Full())[0].peak_bytes
-    for share in (0.1, 0.6):
+    block = whole.peak_bytes / NUM_BLOCKS
+    # A small budget may be left over by less than a block, which is more than a twentieth of it.
+    for share, left in ((0.1, block / 2), (0.4, None), (0.6, None), (0.9, None)):
         budget = int(least + share * (whole.peak_bytes - least))
         policy = Optimal(budget)
         saved, found = gpt(policy)
         assert_equal(found, gradients)
         assert policy.plan is not None
         assert saved.peak_bytes <= policy.plan.peak_bytes * 1.001 <= budget * 1.001
-        assert saved.peak_bytes > 0.95 * budget - whole.peak_bytes / NUM_BLOCKS
+        assert saved.peak_bytes > budget - (0.05 * budget if left is None else left)
     policy = Optimal(2 * whole.peak_bytes)
     saved, found = gpt(policy)
     assert {option.choice for option in policy.plan.options} == {"save"}
