@@ -25,10 +25,12 @@ class EightBitOptimizer(AfterConfigure):
     class `Lion` whose groups have `lr`, `betas` and `weight_decay`).
 
     Works under every layout of `BigModelStrategy` and under Lightning's own strategies that keep whole parameters. What
-    kind of moments a parameter has depends on its whole size. Blocks follow what a rank holds: replicas and pipelines
-    compute what one process does; with ZeRO and tensor parallelism numbers are the same where a rank's part begins at a
-    multiple of 256 elements, and otherwise within the error of the quantisation. Checkpoints load into any layout: bit
-    for bit where blocks are the same, else the moments are quantised again, and the first rank says with what error.
+    kind of moments a parameter has depends on its whole size. Blocks follow what a rank holds: with replicas and
+    pipelines they are those of one process, with ZeRO and tensor parallelism where a rank's part begins at a multiple
+    of 256 elements. Where they are, numbers are those of one process but for moments at the edge between two codes,
+    which the last bit of a gradient decides (1e-4 in weights of small models); elsewhere they are so within the error
+    of the quantisation. Checkpoints load into any layout: bit for bit where blocks are the same, else the moments are
+    quantised again, and the first rank says with what error.
 
     Do not use it where moments are small beside the rest: a small model with long sequences, or adapters alone.
 
