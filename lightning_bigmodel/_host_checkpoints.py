@@ -31,6 +31,7 @@ __all__ = [
     "requeue",
     "requeues_on",
     "share_resume_path",
+    "take_up_links",
     "unfollow_saves",
     "use_complete_checkpoints",
     "use_saved_hyper_parameters",
@@ -249,6 +250,29 @@ def follow_saves(trainer: pl.Trainer, exists: Callable[[str], bool | None], link
             callback.__dict__["file_exists"] = _knowing(callback.file_exists, exists)
             callback.__dict__["_link_checkpoint"] = lambda _, path, place: link(os.fspath(path), os.fspath(place))
     trainer._checkpoint_connector.__dict__["hpc_save_path"] = lambda folder: str(_requeue_path(Path(folder)))
+
+
+def take_up_links(trainer: pl.Trainer, broadcast: Callable[[Any], Any]) -> None:
+    """Let a resumed ModelCheckpoint go on with the link that leads to the checkpoint it resumes from.
+
+    Lightning 2.6 makes the first link after that checkpoint's own state was saved, so that a run killed before the
+    second one links under another name, and the first link leads nowhere once its checkpoint is removed.
+
+    Args:
+        trainer: It resumes, or not.
+        broadcast: The first rank's value, for all. Called where a callback makes links and knows of none.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    for callback in _host.callbacks(trainer):
+        if isinstance(callback, ModelCheckpoint) and callback.save_last == "link" and not callback.last_model_path:
+            found = ""
+            if trainer.ckpt_path and "://" not in str(trainer.ckpt_path):
+                source = Path(trainer.ckpt_path)
+                folder = Path(callback.dirpath) if callback.dirpath else source.parent
+                links = [entry for entry in folder.iterdir() if entry.is_symlink()] if folder.is_dir() else []
+                found = next((str(link) for link in links if link.resolve() == source.resolve()), "")
+            callback.last_model_path = broadcast(found)
 
 
 def unfollow_saves(trainer: pl.Trainer) -> None:

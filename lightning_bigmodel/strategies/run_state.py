@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.wrappers import MinMaxMetric, Running
 
-from lightning_bigmodel import _host, _host_resume
+from lightning_bigmodel import _host, _host_checkpoints, _host_resume
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
 from lightning_bigmodel.checkpoint.index import is_foreign
 from lightning_bigmodel.mesh import AXES, MeshLoader
@@ -145,6 +145,7 @@ class RunState(ReplicaSyncing):
         """At the start of training, when all hooks before it have run. Collective where batches are sent."""
         state, self._saved_run = self._saved_run, None
         trainer = self._trainer()
+        _host_checkpoints.take_up_links(trainer, self.broadcast)
         if state is None:
             _host.restore_shown_metrics(trainer, self._saved_metrics)
             _host_resume.finish_batch(trainer, None)

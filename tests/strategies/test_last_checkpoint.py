@@ -121,6 +121,17 @@ def test_the_last_one_is_there_at_every_removal(tmp_path: Path, is_async: bool) 
     assert entries(tmp_path / "saved") == ["last.ckpt", "step=4.ckpt"]
 
 
+def test_a_run_killed_before_its_second_link_goes_on_with_the_first(tmp_path: Path) -> None:
+    """Another link, `last-v1.ckpt`, and a `last.ckpt` that leads nowhere."""
+    (tmp_path / "saved_notes").mkdir()
+    run_ranks(run, 2, str(tmp_path / "saved"), False, 1, None, [])
+    (tmp_path / "saved" / "last.ckpt").unlink(missing_ok=True)
+    (tmp_path / "saved" / "last.ckpt").symlink_to("step=1.ckpt")  # as after a kill, whose checkpoint knows of no link
+    assert run_ranks(run, 2, str(tmp_path / "saved"), False, 3, None, []) == [1, 1]
+    assert entries(tmp_path / "saved") == ["last.ckpt", "step=3.ckpt"]
+    assert is_complete(tmp_path / "saved" / "last.ckpt")
+
+
 def fit_last(directory: str, blind: list[int], num_steps: int) -> Any:
     """Fit from "last" where some ranks do not see the directory's entries."""
     import fsspec.implementations.local as local
