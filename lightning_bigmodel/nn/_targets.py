@@ -9,7 +9,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["check_patterns", "features_of", "is_conv1d", "linear_layers", "match_names", "names_of_parameters"]
+__all__ = [
+    "check_patterns",
+    "features_of",
+    "is_conv1d",
+    "linear_layers",
+    "match_names",
+    "names_of_parameters",
+    "own_weight",
+]
 
 
 def check_patterns(name: str, patterns: Any, *, may_be_empty: bool = False) -> list[str]:
@@ -118,3 +126,19 @@ def names_of_parameters(root: nn.Module) -> dict[int, list[str]]:
             if parameter is not None:
                 found.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
     return found
+
+
+def own_weight(name: str, layer: nn.Module) -> nn.Parameter:
+    """The weight of a layer that computes as plain linear layers do, with a weight that is its own parameter.
+
+    Raises:
+        ValueError: By name, for any other.
+    """
+    if type(layer).forward is not nn.Linear.forward and not is_conv1d(layer):
+        raise ValueError(
+            f"{name!r} is a `{type(layer).__name__}`, which computes in a way of its own. Leave it out of `targets`."
+        )
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        raise ValueError(f"The weight of {name!r} is computed from others. Leave it out of `targets`.")
+    return weight

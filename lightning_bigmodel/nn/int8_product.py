@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from lightning_bigmodel.nn._targets import is_conv1d, linear_layers
+from lightning_bigmodel.nn._targets import is_conv1d, linear_layers, own_weight
 from lightning_bigmodel.nn.quantized import QuantizedLinear, compute_dtype, require_bitsandbytes
 
 __all__ = ["Int8ProductConv1D", "Int8ProductLinear", "multiply_in_int8"]
@@ -148,13 +148,7 @@ def _check(name: str, layer: nn.Module) -> None:
         )
     if isinstance(layer, (Int8ProductLinear, Int8ProductConv1D)):
         return
-    if type(layer).forward is not nn.Linear.forward and not is_conv1d(layer):
-        raise ValueError(
-            f"{name!r} is a `{type(layer).__name__}`, which computes in a way of its own. Leave it out of `targets`."
-        )
-    weight = layer._parameters.get("weight")
-    if weight is None:
-        raise ValueError(f"The weight of {name!r} is computed from others. Leave it out of `targets`.")
+    weight = own_weight(name, layer)
     if not weight.is_floating_point():
         raise ValueError(f"The weight of {name!r} is of {weight.dtype}, which is not trained. Leave it out.")
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bigmodel import _host
-from lightning_bigmodel.nn._targets import is_conv1d, linear_layers, names_of_parameters
+from lightning_bigmodel.nn._targets import is_conv1d, linear_layers, names_of_parameters, own_weight
 
 __all__ = [
     "Int8Linear",
@@ -246,13 +246,7 @@ def _check(name: str, layer: nn.Module, bits: int, users: dict[int, list[str]]) 
                 f"{name!r} has {layer.bits} bits already, and `bits={bits}`. Give the number it was made with."
             )
         return
-    if type(layer).forward is not nn.Linear.forward and not is_conv1d(layer):
-        raise ValueError(
-            f"{name!r} is a `{type(layer).__name__}`, which computes in a way of its own. Leave it out of `targets`."
-        )
-    weight = layer._parameters.get("weight")
-    if weight is None:
-        raise ValueError(f"The weight of {name!r} is computed from others. Leave it out of `targets`.")
+    weight = own_weight(name, layer)
     others = [other for other in users.get(id(weight), ()) if other != f"{name}.weight"]
     if others:
         raise ValueError(

@@ -147,7 +147,8 @@ class RunState(ReplicaSyncing):
         trainer = self._trainer()
         _host_checkpoints.take_up_links(trainer, self.broadcast)
         if state is None:
-            _host.restore_shown_metrics(trainer, self._saved_metrics)
+            metrics, self._saved_metrics = self._saved_metrics, {}
+            _host.restore_shown_metrics(trainer, metrics)
             _host_resume.finish_batch(trainer, None)
             _host_resume.finish_epoch(trainer)
             _host_resume.end_restart_of_file(trainer)
