@@ -104,8 +104,8 @@ class SaveAndLoad(Callback):
             connector._loaded_checkpoint = {}
             self.seconds["load"].append(_now() - begin)
             self.seconds["load processor"].append(_processor() - before)
-            self.num_bytes = sum(file.stat().st_size for file in path.rglob("*"))
             if dist.get_rank() == 0:
+                self.num_bytes = sum(file.stat().st_size for file in path.rglob("*"))
                 shutil.rmtree(path)
 
 

@@ -1,9 +1,9 @@
 """Checkpoints of a model cut over ranks: one directory written by all of them, readable under any other layout.
 
-Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes and reads the directory, ``background``
-writes it while training goes on, ``newest`` finds the one to go on from, ``formats`` converts it from and to Lightning
-files and safetensors, ``remote`` and ``local_copy`` write to and read from object stores, ``inspection``
-says what there is.
+Plain torch. ``state`` gathers what a rank owns by name, ``store`` writes the directory, ``loading`` reads it,
+``background`` writes it while training goes on, ``newest`` finds the one to go on from, ``formats`` converts it from
+and to Lightning files and safetensors, ``remote`` and ``local_copy`` write to and read from object stores,
+``inspection`` says what there is.
 """
 
 from lightning_bigmodel.checkpoint._names import why_left_out
@@ -15,6 +15,7 @@ from lightning_bigmodel.checkpoint.eight_bit import portable_entries, quantized_
 from lightning_bigmodel.checkpoint.formats import convert_checkpoint, kind_of
 from lightning_bigmodel.checkpoint.index import LEFT_OUT, SAME_TENSOR, CheckpointIndex, TensorEntry
 from lightning_bigmodel.checkpoint.inspection import inspect_checkpoint, saved_hyper_parameters
+from lightning_bigmodel.checkpoint.loading import LiveTensors, LoadedCheckpoint, load_sharded, read_rank_state
 from lightning_bigmodel.checkpoint.local_copy import LocalCopy, local_copy
 from lightning_bigmodel.checkpoint.newest import (
     find_checkpoint,
@@ -34,12 +35,9 @@ from lightning_bigmodel.checkpoint.state import (
     optimizer_state_by_name,
 )
 from lightning_bigmodel.checkpoint.store import (
-    LoadedCheckpoint,
     is_complete,
     is_sharded_checkpoint,
-    load_sharded,
     read_index,
-    read_rank_state,
     save_sharded,
 )
 
@@ -47,6 +45,7 @@ __all__ = [
     "BackgroundSaver",
     "CheckpointIndex",
     "LEFT_OUT",
+    "LiveTensors",
     "LoadedCheckpoint",
     "LocalCopy",
     "OptimizerState",

@@ -15,7 +15,7 @@ from lightning_bigmodel.checkpoint._entries import check_given, flat_state
 from lightning_bigmodel.checkpoint._pickle import pickled, write_pickled
 from lightning_bigmodel.checkpoint._ranks import Ranks
 from lightning_bigmodel.checkpoint._versions import module_versions
-from lightning_bigmodel.checkpoint.index import flush_to_disk, rank_file
+from lightning_bigmodel.checkpoint.index import rank_file
 from lightning_bigmodel.checkpoint.regions import TensorRegions
 from lightning_bigmodel.checkpoint.state import OptimizerState
 
@@ -149,9 +149,7 @@ class HostCopies:
 
 
 def write_own(directory: Path, rank: int, rank_state: Mapping[str, Any] | bytes) -> dict[str, int]:
-    """Write the rank's state, flush its tensor files; returns the sizes of its files in bytes."""
+    """Write the rank's state, beside its tensor files; returns the sizes of all its files in bytes."""
     write_pickled(rank_state, directory / rank_file(rank))
     own = [directory / rank_file(rank), *directory.glob(f"__{rank}_*.distcp")]
-    for path in own[1:]:
-        flush_to_disk(path)
     return {path.name: path.stat().st_size for path in own}

@@ -50,13 +50,28 @@ def flat_state(
 
 
 def read_target(
-    index: CheckpointIndex, key: str, state_key: str | None, layout: RegionLayout | None, rows: Rows | None
+    index: CheckpointIndex,
+    key: str,
+    state_key: str | None,
+    layout: RegionLayout | None,
+    rows: Rows | None,
+    live: torch.Tensor | None = None,
 ) -> Any:
-    """Memory to read a value into: of this rank's part, where it has one; None for what is no tensor."""
+    """Memory to read a value into: of this rank's part, where it has one; None for what is no tensor.
+
+    That is `live`, if it can be overwritten with what was saved and nothing else is in its memory, or new memory.
+    """
     entry = index.tensors.get(key)
     if entry is None:
         return None
     part = state_target(state_key, entry.shape, layout, rows)
-    if part is None:
-        return entry.allocate()
-    return TensorRegions(torch.empty(part.local_shape, dtype=entry.torch_dtype), part)
+    shape = entry.shape if part is None else part.local_shape
+    if live is None or not _can_take(live, shape, entry.torch_dtype):
+        live = torch.empty(shape, dtype=entry.torch_dtype)
+    return live if part is None else TensorRegions(live, part)
+
+
+def _can_take(live: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    # An expanded tensor, such as what stands for a parameter held elsewhere, has several elements in one place.
+    has_memory = live.layout == torch.strided and live.device.type != "meta" and live.is_contiguous()
+    return type(live) is torch.Tensor and has_memory and tuple(live.shape) == shape and live.dtype == dtype

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_bigmodel.checkpoint import _dcp, _replace
+from lightning_bigmodel.checkpoint import _dcp_read, _replace
 from lightning_bigmodel.checkpoint._mapping import take_room
 from lightning_bigmodel.checkpoint._pickle import write_pickled
 from lightning_bigmodel.checkpoint._versions import set_module_versions
@@ -172,7 +172,7 @@ def read_mapped(
         if progress is not None:
             progress(num_read, len(values), key)
 
-    _dcp.read_values(
+    _dcp_read.read_values(
         source,
         values,
         weights_only=weights_only,

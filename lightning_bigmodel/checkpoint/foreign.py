@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # private in torch 2.11 to 2.14
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_bigmodel.checkpoint import _dcp
+from lightning_bigmodel.checkpoint import _dcp_read
 from lightning_bigmodel.checkpoint._pickle import damaged, read_pickled
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
@@ -51,7 +51,7 @@ def read_foreign_index(directory: Path) -> ForeignIndex:
     Raises:
         ValueError: If its table is damaged, or is none of ``ModelParallelStrategy``.
     """
-    table = _dcp.read_table(directory)
+    table = _dcp_read.read_table(directory)
     entries = table.state_dict_metadata
     if not any(key.startswith(MODEL_PREFIX) for key in entries):
         raise ValueError(
@@ -100,7 +100,7 @@ def read_parts(directory: Path, index: CheckpointIndex, *, weights_only: bool) -
         if lacking := {"metadata", "param_groups", "module_versions"} - set(found):
             raise damaged(str(directory / METADATA_FILE), KeyError(f"it lacks {sorted(lacking)}"))
         return found
-    table = _dcp.read_table(directory).state_dict_metadata
+    table = _dcp_read.read_table(directory).state_dict_metadata
     values: dict[str, Any] = {}
     for key in index.group_paths:
         entry = table[key]
@@ -108,7 +108,7 @@ def read_parts(directory: Path, index: CheckpointIndex, *, weights_only: bool) -
         if isinstance(entry, TensorStorageMetadata):  # a learning rate may be one
             values[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     if values:
-        _dcp.read_values(directory, values, weights_only=weights_only, is_ours=False)
+        _dcp_read.read_values(directory, values, weights_only=weights_only, is_ours=False)
     nested = unflatten_state_dict(values, index.group_paths)
     numbers = range(index.num_optimizers or 0)
     return {

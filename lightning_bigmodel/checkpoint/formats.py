@@ -104,7 +104,7 @@ def convert_checkpoint(
         to: The kind to write. Default: ``None``, by the path: safetensors for ``*.safetensors``; otherwise of a
             directory a file, of a file a directory, and of safetensors a file for ``*.ckpt``, else a directory.
         overwrite: Replace what is there. Default: ``False``.
-        weights_only: As for :func:`~lightning_bigmodel.checkpoint.store.load_sharded`. Default: ``True``.
+        weights_only: As for :func:`~lightning_bigmodel.checkpoint.loading.load_sharded`. Default: ``True``.
         weights_from: A further set of tensors to take as the weights, such as ``"ema"``. Default: ``None``.
         strip_prefix: What to take from the beginning of the names that have it, to or from safetensors, such as
             ``"model."`` for ``AutoModel.from_pretrained``. Default: ``""``.

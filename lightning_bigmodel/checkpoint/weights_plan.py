@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_bigmodel.checkpoint import _dcp, _replace
+from lightning_bigmodel.checkpoint import _dcp_read, _replace
 from lightning_bigmodel.checkpoint.convert import in_module_order, weight_keys
 from lightning_bigmodel.checkpoint.foreign import ForeignIndex, read_parts
 from lightning_bigmodel.checkpoint.index import SAME_TENSOR, TensorEntry, flush_to_disk, model_key, read_index
@@ -66,7 +66,7 @@ class WeightsPlan:
                 if progress is not None:
                     progress(len(read), len(targets), key)
 
-            _dcp.read_values(
+            _dcp_read.read_values(
                 path,
                 {keys[name]: target for name, target in targets.items()},
                 weights_only=weights_only,

@@ -18,6 +18,7 @@ from lightning_bigmodel import _host, _host_resume
 from lightning_bigmodel.checkpoint import (
     LEFT_OUT,
     SAME_TENSOR,
+    LiveTensors,
     RegionLayout,
     TensorRegions,
     find_checkpoint,
@@ -333,6 +334,7 @@ class CheckpointMixin:
                     for optimizer in strategy.optimizers
                 ],
                 same_tensor=strategy._same_tensor(),
+                into=self._live_tensors(),
                 weights_only=weights_only,
                 fetch=fetch,
             )
@@ -349,6 +351,24 @@ class CheckpointMixin:
         if _MICROBATCH_SIZE in checkpoint and strategy.engine.sizer is not None:
             strategy.engine.sizer.load_state_dict(checkpoint[_MICROBATCH_SIZE])
         return checkpoint
+
+    def _live_tensors(self: Any) -> LiveTensors:
+        """What this rank holds of parameters and of optimizer state: a checkpoint is read into it."""
+        names, owned, held = self._held().names, self._owned_names(), self._held_now()
+        model = {}
+        for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+            if isinstance(value, Parameter) and name in owned:
+                model[name] = held.get(names.get(id(value), name), value).detach()
+        stepped = self._parameter_names()
+        optimizers = [
+            {
+                stepped[id(parameter)]: {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                for parameter, state in optimizer.state.items()
+                if id(parameter) in stepped
+            }
+            for optimizer in self.optimizers
+        ]
+        return LiveTensors(model, optimizers)
 
     def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Copy the owned values into the module."""
@@ -398,7 +418,8 @@ class CheckpointMixin:
         load_model_state(self.lightning_module, rest, left)
         with torch.no_grad():
             for name, value in parts.items():
-                held[name].copy_(value)
+                if value.data_ptr() != held[name].data_ptr():  # else it was read there
+                    held[name].copy_(value)
         if self._sharded is not None:
             shards = self._sharded.shards
             shards.publish([p for p in shards.parameters if shards.records[id(p)].name in parts])
