@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import mmap
-import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +16,18 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from lightning_bigmodel.checkpoint._dcp_table import read_table
 from lightning_bigmodel.checkpoint._mapping import bytes_at, map_to_read
 from lightning_bigmodel.checkpoint._pickle import UnreadableContentError, check_sums, damaged, read_pickled
 from lightning_bigmodel.checkpoint._stored import StoredTensor, find_tensor, read_bytes
 from lightning_bigmodel.checkpoint.regions import TensorRegions
 
-__all__ = ["Progress", "Reading", "read_table", "read_values"]
+__all__ = ["Progress", "Reading", "read_values"]
 
 Progress = Callable[[str], None]
 
@@ -83,19 +82,14 @@ class Reading:
         self._on_read = on_read
         self._planner = _ReadPlanner(weights_only, self._report)
         self._reader = _Reader(directory, weights_only=weights_only, is_mapped=is_mapped)
-        try:
+        with _naming_the_table(directory):
             table = self._reader.read_metadata()
             self._planner.set_up_planner(targets, table, is_coordinator=True)
             self._reader.set_up_storage_reader(table, is_coordinator=True)
-            plan = self._planner.create_local_plan()
-            self._reader.sort(plan)
-        except UnreadableContentError:
-            raise
-        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise _unfit_table(directory, error) from error
-        self._plan = plan
+            self._plan = self._planner.create_local_plan()
+            self._reader.sort(self._plan)
         if fetch is not None:
-            fetch({self._reader.place(item).relative_path for item in plan.items})
+            fetch({self._reader.place(item).relative_path for item in self._plan.items})
 
     def check(self, keys: Collection[str]) -> None:
         """Compare the sums of what is going to be read of some keys. `run` does so for the others.
@@ -116,7 +110,8 @@ class Reading:
         Raises:
             ValueError: A file is damaged, or has what ``weights_only`` refuses.
         """
-        self._reader.read_data(self._plan, self._planner)
+        with _naming_the_table(self._directory):
+            self._reader.read_data(self._plan, self._planner)
         for key in self._objects if self._is_ours else ():
             self._targets[key] = self._targets[key][0]
         for key in sorted(self._remaining):  # tensors without elements are not read at all
@@ -129,32 +124,18 @@ class Reading:
             self._on_read(key)
 
 
-def read_table(directory: Path) -> dcp_metadata.Metadata:
-    """The table of tensors, read without running code of it.
-
-    Raises:
-        ValueError: If it is damaged, or names what such a table never needs.
-    """
-    path = directory / ".metadata"
+@contextmanager
+def _naming_the_table(directory: Path) -> Iterator[None]:
+    """A table whose bytes are damaged leads to errors of any kind."""
     try:
-        with path.open("rb") as file:
-            table = _TableUnpickler(file, path).load()
-        if not isinstance(table, dcp_metadata.Metadata):
-            raise TypeError("it holds no table of tensors")
-    except (UnreadableContentError, FileNotFoundError, PermissionError):
+        yield
+    except (UnreadableContentError, OSError, MemoryError):
         raise
-    except Exception as error:  # damaged bytes lead to any of them
+    except Exception as error:
         raise UnreadableContentError(
-            f"`{path}` is damaged ({error if str(error) else type(error).__name__}). Copy it again."
+            f"`{directory}` is damaged: its table of tensors `.metadata` is not of what is asked for"
+            f" ({type(error).__name__}: {error}). Copy it again."
         ) from error
-    return table
-
-
-def _unfit_table(directory: Path, error: BaseException) -> UnreadableContentError:
-    return UnreadableContentError(
-        f"`{directory}` is damaged: its table of tensors `.metadata` is not of what is asked for"
-        f" ({type(error).__name__}: {error}). Copy it again."
-    )
 
 
 class _ReadPlanner(DefaultLoadPlanner):
@@ -326,42 +307,3 @@ def _is_bytes_of(target: Tensor, dtype: torch.dtype) -> bool:
 def _bytes_of(target: Tensor) -> memoryview:
     content: Any = target.view(-1).view(torch.uint8).numpy()
     return memoryview(content)
-
-
-class _TableUnpickler(pickle.Unpickler):
-    _ALLOWED = frozenset(
-        (dcp_metadata.__name__, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ) | {
-        (dcp_filesystem.__name__, "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "Path"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "WindowsPath"),
-        ("pathlib._local", "PosixPath"),
-        ("pathlib._local", "WindowsPath"),
-    }
-
-    def __init__(self, file: Any, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise UnreadableContentError(
-            f"`{self._path}`, the table of tensors, names `{module}.{name}`, which such a table never needs."
-            " It was damaged or tampered with, or written by another torch: load with `weights_only=False` only if you"
-            " trust it."
-        )

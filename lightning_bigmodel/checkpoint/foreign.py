@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # pr
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_bigmodel.checkpoint import _dcp_read
+from lightning_bigmodel.checkpoint._dcp_table import read_table
 from lightning_bigmodel.checkpoint._pickle import damaged, read_pickled
 from lightning_bigmodel.checkpoint.index import (
     DCP_METADATA_FILE,
@@ -51,7 +52,7 @@ def read_foreign_index(directory: Path) -> ForeignIndex:
     Raises:
         ValueError: If its table is damaged, or is none of ``ModelParallelStrategy``.
     """
-    table = _dcp_read.read_table(directory)
+    table = read_table(directory)
     entries = table.state_dict_metadata
     if not any(key.startswith(MODEL_PREFIX) for key in entries):
         raise ValueError(
@@ -100,7 +101,7 @@ def read_parts(directory: Path, index: CheckpointIndex, *, weights_only: bool) -
         if lacking := {"metadata", "param_groups", "module_versions"} - set(found):
             raise damaged(str(directory / METADATA_FILE), KeyError(f"it lacks {sorted(lacking)}"))
         return found
-    table = _dcp_read.read_table(directory).state_dict_metadata
+    table = read_table(directory).state_dict_metadata
     values: dict[str, Any] = {}
     for key in index.group_paths:
         entry = table[key]

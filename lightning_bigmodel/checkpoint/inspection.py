@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_bigmodel.checkpoint import _dcp_read, _replace
+from lightning_bigmodel.checkpoint import _replace
+from lightning_bigmodel.checkpoint._dcp_table import read_table
 from lightning_bigmodel.checkpoint._harmless import needed_classes, refused_classes
 from lightning_bigmodel.checkpoint._pickle import read_pickled
 from lightning_bigmodel.checkpoint._place import RemotePlace, is_remote, local_path
@@ -109,7 +110,7 @@ def _look_at_directory(path: Path, report: dict[str, Any], weights_only: bool) -
         if (path / name).is_file():
             _note_code(path / name, name, report)
     if not is_foreign and not report["problems"]:
-        _dcp_read.read_table(path)  # the mark knows its size only
+        read_table(path)  # the mark knows its size only
     if is_foreign and (not report["needs_code"] or not weights_only) and (path / REST_FILE).is_file():
         rest = read_pickled(path / REST_FILE, weights_only=weights_only)
         report["global_step"], report["epoch"] = rest.get("global_step"), rest.get("epoch")
