@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.trace import is_metric
@@ -33,6 +34,7 @@ class MetricLink:
         self._of_batch: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._updated_here: set[int] = set()  # ids: a metric's hash changes with its state
+        self._as_built = {id(metric): _beside_states(metric) for metric in root.modules() if is_metric(metric)}
         for metric in root.modules():
             if is_metric(metric) and not hasattr(metric, "items"):
                 self._link(metric, data_group)
@@ -94,9 +96,31 @@ class MetricLink:
                 setattr(metric, name, map_tensors(lambda tensor: tensor.to(metric.device), state[name]))
             metric._update_count, metric._computed = count, None
 
-    def took_state(self, metric: Any) -> None:
-        """The state of a metric has come from a checkpoint: it is as if it had been updated here."""
-        self._updated_here.add(id(metric))
+    def saved_states(self) -> dict[str, dict[str, Any]]:
+        """Name -> what each metric of the module has seen on this rank, as copies on the CPU.
+
+        That is its states, and of its other attributes those that have changed since it was linked: some metrics
+        (`MinMaxMetric`, `Running`) keep there what they have seen, while settings stay those of the code.
+        """
+        found = {}
+        for name, metric in self._root.named_modules():
+            if is_metric(metric) and not hasattr(metric, "items"):
+                built = self._as_built.get(id(metric), {})
+                rest = {k: v for k, v in _beside_states(metric).items() if k not in built or not _same(v, built[k])}
+                if metric._update_count or rest:
+                    state = _copied(metric.metric_state)
+                    found[name] = {"count": metric._update_count, "state": state, "rest": rest}
+        return found
+
+    def load_states(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what `saved_states` gave: the metrics are as if they had been updated here."""
+        for name, metric in self._root.named_modules():
+            if is_metric(metric) and name in saved:
+                values = {**saved[name]["state"], **saved[name].get("rest", {})}
+                for key, value in values.items():
+                    setattr(metric, key, map_tensors(lambda tensor, device=metric.device: tensor.to(device), value))
+                metric._update_count, metric._computed = saved[name]["count"], None
+                self._updated_here.add(id(metric))
 
     def begin_step(self) -> None:
         """Forget the values of the previous batch."""
@@ -110,6 +134,49 @@ class MetricLink:
         """Give the metrics their own methods back."""
         while self._undo:
             self._undo.pop()()
+
+
+# What torch and torchmetrics themselves keep in a metric and change.
+_BOOKKEEPING = {
+    *vars(nn.Module()),
+    *("_cache", "_computed", "_defaults", "_dtype", "_dtype_convert", "_enable_grad", "_forward_cache", "_is_synced"),
+    *("_persistent", "_reductions", "_should_unsync", "_to_sync", "_update_called", "_update_count", "process_group"),
+}
+
+
+def _beside_states(metric: Any) -> dict[str, Any]:
+    """Copies of attributes of a metric that are no states, as far as they are numbers, tensors and such."""
+    hidden = _BOOKKEEPING | metric._defaults.keys()
+    return {key: _copied(value) for key, value in vars(metric).items() if key not in hidden and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return type(value) is dict and all(isinstance(key, (str, int)) and _is_plain(v) for key, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, Tensor))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(_copied(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        both = isinstance(first, Tensor) and isinstance(second, Tensor) and first.dtype == second.dtype
+        return both and torch.equal(first, second)
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)
 
 
 def merged_value(parts: Sequence[Any], device: Any) -> Any:

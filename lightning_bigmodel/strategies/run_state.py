@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_bigmodel import _host, _host_checkpoints, _host_resume
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
@@ -56,7 +52,7 @@ class RunState(ReplicaSyncing):
             "window": None if self._window is None else self._window.state_dict(),
             "gradients": self._open_gradients(),
             "replicas": self._replica_state(),
-            "metrics": _metric_states(self.engine.root),
+            "metrics": {} if self.engine.metrics is None else self.engine.metrics.saved_states(),
             "logged": _host.logged_results(trainer),
             "shown": _host.shown_metrics(trainer),
             "row": _host_resume.logged_row(trainer),
@@ -172,7 +168,8 @@ class RunState(ReplicaSyncing):
             for name, saved in state["metrics"].items()
             if has_end or not any(name == metric or name.startswith(f"{metric}.") for metric in logged if metric)
         }
-        self._load_metric_states(kept)
+        if self.engine.metrics is not None:
+            self.engine.metrics.load_states(kept)
         if has_batches and _host.follows_accumulation_schedule(trainer):
             trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         if has_end:
@@ -192,19 +189,6 @@ class RunState(ReplicaSyncing):
                 _host.iterate_again(trainer)
             restore_rng(RngState.of_plain(state["rng"]))
 
-    def _load_metric_states(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        link = self.engine.metrics
-        assert link is not None
-        for name, metric in self.engine.root.named_modules():
-            if isinstance(metric, Metric) and name in saved:
-                for key, value in saved[name]["state"].items():
-                    moved = [v.to(metric.device) for v in value] if isinstance(value, list) else value.to(metric.device)
-                    setattr(metric, key, moved)
-                for key, value in saved[name].get("rest", {}).items():
-                    setattr(metric, key, value.to(metric.device) if isinstance(value, Tensor) else value)
-                metric._update_count, metric._computed = saved[name]["count"], None
-                link.took_state(metric)
-
     def _load_gradients(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         share, sharded = self.engine.share, self._sharded
         assert share is not None
@@ -219,26 +203,3 @@ class RunState(ReplicaSyncing):
                 holder.grad = found["held"].to(holder.device)
             if found["present"] and sharded is not None:
                 sharded.shards.present.add(id(parameter))
-
-
-def _metric_states(root: nn.Module) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"count": metric._update_count, "state": _to_cpu(metric.metric_state), "rest": _beside_states(metric)}
-        for name, metric in root.named_modules()
-        if isinstance(metric, Metric) and (metric._update_count or isinstance(metric, (MinMaxMetric, Running)))
-    }
-
-
-def _beside_states(metric: Metric) -> dict[str, Any]:
-    """What wrappers of torchmetrics keep in plain attributes."""
-    if isinstance(metric, MinMaxMetric):
-        return _to_cpu({"min_val": metric.min_val, "max_val": metric.max_val})
-    return {"_num_vals_seen": metric._num_vals_seen} if isinstance(metric, Running) else {}
-
-
-def _to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    def own(value: Tensor) -> Tensor:
-        return value.detach().to("cpu", copy=True)
-
-    with torch.no_grad():
-        return {key: [own(v) for v in value] if isinstance(value, list) else own(value) for key, value in state.items()}

@@ -94,12 +94,34 @@ class Model(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Kept(torchmetrics.Metric):
+    """The sum of the last values, and the least one, in attributes that are no states."""
+
+    total: Tensor
+
+    def __init__(self, num_kept: int) -> None:
+        super().__init__()
+        self.num_kept, self.values, self.least = num_kept, [], {"value": float("inf")}
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        """One more."""
+        self.total += value
+        self.values.append(value)
+        self.least["value"] = min(self.least["value"], float(value))
+
+    def compute(self) -> Tensor:
+        """All of it in one number."""
+        return self.total + 100 * sum(self.values[-self.num_kept :]) + 1000 * self.least["value"]
+
+
 class Wrapped(Model):
     """Metrics that keep a part of what they know in plain attributes."""
 
     def __init__(self, probability: float = 0.2) -> None:
         super().__init__(probability)
         self.range = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+        self.kept = Kept(3)
         self.recent = torchmetrics.wrappers.Running(torchmetrics.SumMetric(), window=3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -110,6 +132,8 @@ class Wrapped(Model):
         self.log("lowest", found["min"])
         self.log("highest", found["max"])
         self.log("recent", self.recent.compute())
+        self.kept.update(loss.detach())
+        self.log("kept", self.kept.compute())
         return loss
 
 
