@@ -266,7 +266,14 @@ def _loader_of(habit: str, batch_size: int) -> DataLoader[Any]:
     if habit == "quiet":
         return DataLoader(Quiet(48), batch_size=batch_size)
     if habit == "persistent":
-        return DataLoader(Quiet(48), batch_size=batch_size, shuffle=True, num_workers=1, persistent_workers=True)
+        return DataLoader(
+            Quiet(48),
+            batch_size=batch_size,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context="fork",  # a rank's own default imports torch once more in each worker
+        )
     return DataLoader(Noisy(48), batch_size=batch_size, shuffle=True)
 
 
@@ -325,6 +332,7 @@ def fit(
         batch_size=8 // data_ranks if not stream else 2,
         shuffle=shuffle and not stream,
         num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
     )
     if habit is not None:
         loader = _loader_of(habit, 8 // data_ranks)
