@@ -10,13 +10,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_bigmodel import _host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["end_restart_of_file", "finish_batch", "finish_epoch", "logged_row", "metrics_of_file", "stay_stopped"]
+__all__ = [
+    "end_restart_of_file",
+    "finish_batch",
+    "finish_epoch",
+    "is_before_hook_of_module",
+    "logged_row",
+    "metrics_of_file",
+    "stay_stopped",
+]
 
 
 def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
@@ -33,7 +42,7 @@ def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
     """
     outer, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     progress: Any = outer.epoch_progress
-    if not (outer.restarted_mid_epoch and loop.restarted_on_train_batch_end):
+    if not _is_after_batch(trainer):
         return
     if loop.batch_progress.is_last_batch:  # for which `_FitLoop.reset` has counted the epoch
         for tracker in (progress.total, progress.current):
@@ -65,6 +74,15 @@ def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
             _host.end_restart(trainer)
 
     loop.__dict__.update(reset=reset, advance=advance, on_advance_end=on_advance_end)
+
+
+def is_before_hook_of_module(trainer: pl.Trainer) -> bool:
+    """Whether what the module does in `on_train_batch_end` of the last batch is not in the checkpoint resumed from."""
+    return _is_after_batch(trainer) and is_overridden("on_train_batch_end", trainer.lightning_module)
+
+
+def _is_after_batch(trainer: pl.Trainer) -> bool:
+    return bool(trainer.fit_loop.restarted_mid_epoch and trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
 
 
 def logged_row(trainer: pl.Trainer) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -116,9 +117,10 @@ class MetricLink:
         """Take over what `saved_states` gave: the metrics are as if they had been updated here."""
         for name, metric in self._root.named_modules():
             if is_metric(metric) and name in saved:
+                move = functools.partial(Tensor.to, device=metric.device)
                 values = {**saved[name]["state"], **saved[name].get("rest", {})}
                 for key, value in values.items():
-                    setattr(metric, key, map_tensors(lambda tensor, device=metric.device: tensor.to(device), value))
+                    setattr(metric, key, map_tensors(move, value))
                 metric._update_count, metric._computed = saved[name]["count"], None
                 self._updated_here.add(id(metric))
 

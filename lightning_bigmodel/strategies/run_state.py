@@ -137,6 +137,20 @@ class RunState(ReplicaSyncing):
                 "begin anew; weights, optimizer states and schedules are taken over exactly."
             )
 
+    def _tell_what_begins_anew(self, loader: Any, position: Mapping[str, Any] | None) -> None:
+        """What no checkpoint can have: see "Checkpoints" in the README."""
+        name = type(self.lightning_module).__name__
+        if _host_resume.is_before_hook_of_module(self._trainer()):
+            rank_zero_info(
+                f"The checkpoint was saved by a callback before `{name}.on_train_batch_end` ran for its last batch. "
+                "What that would have changed is left out. Save after validations or epochs to have all of it."
+            )
+        if position is not None and (position["was_reset"] or getattr(loader, "persistent_workers", False)):
+            rank_zero_info(
+                "Workers of the data loader that live on between epochs (`persistent_workers=True`) are new ones now: "
+                "random numbers that they draw after the first epoch are others than they would have been."
+            )
+
     def _resume_run(self) -> None:
         """At the start of training, when all hooks before it have run. Collective where batches are sent."""
         state, self._saved_run = self._saved_run, None
@@ -178,10 +192,11 @@ class RunState(ReplicaSyncing):
         for callback in _host.callbacks(trainer):
             if hasattr(callback, "load_rank_state_dict") and callback.state_key in state["callbacks"]:
                 callback.load_rank_state_dict(state["callbacks"][callback.state_key])
+        loader, saved = _host.train_loader(trainer), state["position"]
+        self._tell_what_begins_anew(loader, state["position"])
         _host_resume.finish_batch(trainer, state.get("row", {}))
         _host_resume.finish_epoch(trainer)
         _host_resume.stay_stopped(trainer)
-        loader, saved = _host.train_loader(trainer), state["position"]
         restore_rng(RngState.of_plain(state["rng"]))
         if isinstance(loader, MeshLoader) and saved is not None:
             loader.resume(Position.of_plain(saved), within_epoch=has_batches)

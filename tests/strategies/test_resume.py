@@ -112,6 +112,22 @@ def test_what_cannot_be_taken_over_is_said(tmp_path: Path) -> None:
     assert "begin anew" in said
 
 
+def _said_by(path: str, habit: str) -> str:
+    with CaptureLogs("lightning.pytorch.utilities.rank_zero") as logged:
+        fit({}, 1, 1, None, path, habit=habit)
+    return logged.text
+
+
+@pytest.mark.parametrize(("when", "habit"), [("middle", "quiet"), ("second_epoch", "persistent"), ("epoch", "quiet")])
+def test_what_no_checkpoint_has_is_said(when: str, habit: str, tmp_path: Path) -> None:
+    """A hook whose last call is lost, or other noise, of which nobody is told; or a note where all is there."""
+    path = str(tmp_path / "saved.ckpt")
+    run_ranks(fit, 1, {}, 1, 1, WHEN[when], path, habit=habit)
+    said = run_ranks(_said_by, 1, path, habit)[0]
+    assert ("`Model.on_train_batch_end`" in said) == (when != "epoch"), said
+    assert ("persistent_workers" in said) == (habit == "persistent")
+
+
 def _fit_noise(save: dict[str, Any] | None, path: str) -> list[float]:
     noise = GradientNoiseScale(decay=0.5)
     fit({"num_microbatches": 2}, 1, 1, save, path, accumulate_grad_batches=2, extra=[noise])
