@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -798,6 +799,39 @@ def forget_workers(loader: Any) -> None:
     """Let a DataLoader start new persistent workers."""
     if has_workers(loader):
         loader._iterator = None
+
+
+def living_iterator(loader: Any) -> Any:
+    """The iterator of a DataLoader whose persistent workers are there already; None without."""
+    return loader._iterator if has_workers(loader) else None
+
+
+def change_results(iterator: Any, change: Callable[[Any], Any]) -> None:
+    """Let what workers give pass through a function, before a DataLoader's iterator sees it (torch 2.11 - 2.14)."""
+    own = weakref.ref(iterator)  # not a cycle: an iterator that is dropped ends its workers at once
+    get_data = type(iterator)._get_data
+
+    def get_changed() -> tuple[Any, Any]:
+        index, result = get_data(own())
+        return index, change(result)
+
+    iterator._get_data = get_changed
+
+
+@contextmanager
+def without_samples(loader: Any) -> Iterator[None]:
+    """Let a DataLoader be iterated as if it had no sample (torch 2.11 - 2.14 refuse to set samplers)."""
+    kept = {name: loader.__dict__.get(name) for name in ("sampler", "batch_sampler")}
+    loader.__dict__.update({name: () for name, sampler in kept.items() if sampler is not None})
+    try:
+        yield
+    finally:
+        loader.__dict__.update({name: sampler for name, sampler in kept.items() if sampler is not None})
+
+
+def take_sampler_again(iterator: Any, loader: Any) -> None:
+    """Let the next epochs of an iterator be those of the loader's sampler (torch 2.11 - 2.14)."""
+    iterator._index_sampler = loader._index_sampler
 
 
 def iterate_again(trainer: pl.Trainer) -> None:

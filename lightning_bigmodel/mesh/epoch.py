@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_bigmodel import _host
 from lightning_bigmodel.mesh.broadcast import Message, broadcast_message, digest_batch, pack_batch
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
+from lightning_bigmodel.mesh.workers import begin_epoch, start_workers, worker_states
 
 __all__ = ["EpochBatches", "LoadPlan", "Loaded", "Position", "share_batch", "source_rng"]
 
@@ -22,6 +23,7 @@ _NUM_CHECKED_BATCHES = 3
 _READY, _DRY, _FAILED = 0, 1, 2
 _SAMPLERS = ("sampler", "batch_sampler", "base_sampler", "base_batch_sampler")
 _RNG_NAMES = ("start_rng", "first_rng", "next_rng")
+_WORKER_NAMES = ("start_workers", "workers")
 _PLAIN_NAMES = ("num_batches", "loader_state", "start_generators", "generators", "was_reset")
 
 
@@ -70,6 +72,8 @@ class Position:
         start_generators: States that generators of the loader itself began the epoch with.
         generators: Their states now.
         was_reset: Whether workers of an earlier epoch went on.
+        start_workers: Random states that these began the epoch with, by worker.
+        workers: Their states now.
         next_rng: Random state under which a further batch was loaded ahead of its use, if one was.
         loader_state: What a loader that keeps its own position says.
     """
@@ -82,12 +86,15 @@ class Position:
     start_generators: tuple[torch.Tensor, ...] = ()
     generators: tuple[torch.Tensor, ...] = ()
     was_reset: bool = False
+    start_workers: Mapping[int, RngState] = field(default_factory=dict)
+    workers: Mapping[int, RngState] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """As a checkpoint keeps it."""
         states = {name: getattr(self, name) for name in _RNG_NAMES}
         plain = {name: None if state is None else state.plain() for name, state in states.items()}
-        return {**{name: getattr(self, name) for name in _PLAIN_NAMES}, **plain}
+        workers = {name: {n: s.plain() for n, s in getattr(self, name).items()} for name in _WORKER_NAMES}
+        return {**{name: getattr(self, name) for name in _PLAIN_NAMES}, **plain, **workers}
 
     @classmethod
     def of_plain(cls, state: dict[str, Any]) -> Position:
@@ -96,6 +103,8 @@ class Position:
         found: dict[str, Any] = {
             name: None if plain is None else RngState.of_plain(plain) for name, plain in states.items()
         }
+        for name in _WORKER_NAMES:
+            found[name] = {worker: RngState.of_plain(plain) for worker, plain in state[name].items()}
         return cls(**{name: state[name] for name in _PLAIN_NAMES}, **found)
 
 
@@ -154,6 +163,7 @@ class EpochBatches(Iterator[Any]):
         self._first_rng: RngState | None = None
         self._start_generators: tuple[torch.Tensor, ...] = ()
         self._was_reset = False
+        self._start_workers: dict[int, RngState] = {}
         self._rng_before: dict[int, RngState | None] = {}
         if plan.loads and not (plan.replicated and plan.model_size > 1) and resumes_at is None and not deferred:
             # Here and not at the first `next`, because one process starts workers and draws their seed here.
@@ -169,11 +179,17 @@ class EpochBatches(Iterator[Any]):
             start_generators=self._start_generators,
             generators=_generator_states(self._plan.loader),
             was_reset=self._was_reset,
+            start_workers=self._start_workers,
+            workers=worker_states(self._plan.loader),
         )
 
     @staticmethod
     def restore_generators(loader: Any, position: Position) -> None:
-        """Between epochs: generators of the loader itself go on from where they were."""
+        """Between epochs: generators of the loader itself go on from where they were, and so do living workers."""
+        if position.workers:
+            ambient = capture_rng()
+            start_workers(loader, position.workers)
+            restore_rng(ambient)
         _set_generators(loader, position.generators)
 
     def resume_at(self, position: Position) -> None:
@@ -187,7 +203,7 @@ class EpochBatches(Iterator[Any]):
             if position.start_rng is not None and self._plan.loads:
                 _host.forget_workers(loader)
                 if position.was_reset:
-                    iter(loader)
+                    start_workers(loader, position.start_workers)
                 _set_generators(loader, position.start_generators)
                 restore_rng(position.start_rng)
                 if self._iterator is None and not (self._plan.replicated and self._plan.model_size > 1):
@@ -277,7 +293,8 @@ class EpochBatches(Iterator[Any]):
         try:
             if self._plan.replicated:
                 _use_source_worker_seeds(self._plan)
-            self._iterator = iter(self._plan.loader)
+            self._iterator = begin_epoch(self._plan.loader)
+            self._start_workers = worker_states(self._plan.loader) if self._was_reset else {}
         except Exception as error:
             self._start_error = error
 

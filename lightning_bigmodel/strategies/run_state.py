@@ -147,8 +147,9 @@ class RunState(ReplicaSyncing):
             )
         if position is not None and (position["was_reset"] or getattr(loader, "persistent_workers", False)):
             rank_zero_info(
-                "Workers of the data loader that live on between epochs (`persistent_workers=True`) are new ones now: "
-                "random numbers that they draw after the first epoch are others than they would have been."
+                "Workers of the data loader that live on between epochs (`persistent_workers=True`) are new ones now, "
+                "with the random states of those before. What a dataset keeps in them by itself (a generator of its "
+                "own, a cache) is as it was made, and after the first epoch not what it would have been."
             )
 
     def _resume_run(self) -> None:

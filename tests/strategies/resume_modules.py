@@ -267,10 +267,10 @@ def _loader_of(habit: str, batch_size: int) -> DataLoader[Any]:
         return DataLoader(Quiet(48), batch_size=batch_size)
     if habit == "persistent":
         return DataLoader(
-            Quiet(48),
+            Noisy(48),
             batch_size=batch_size,
             shuffle=True,
-            num_workers=1,
+            num_workers=2,
             persistent_workers=True,
             multiprocessing_context="fork",  # a rank's own default imports torch once more in each worker
         )
