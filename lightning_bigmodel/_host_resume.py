@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_bigmodel import _host
+from lightning_bigmodel import _host, _host_last_hook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -21,28 +20,28 @@ __all__ = [
     "end_restart_of_file",
     "finish_batch",
     "finish_epoch",
-    "is_before_hook_of_module",
     "logged_row",
     "metrics_of_file",
     "stay_stopped",
 ]
 
 
-def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
+def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None, due: dict[str, Any] | None = None) -> None:
     """Let a run that a checkpoint of `on_train_batch_end` resumes do what was still due, before its next batch.
 
-    That is the validation after that batch, schedulers that follow a metric by step, and the end of the epoch.
-    Lightning 2.6 takes all of it for done (`_TrainingEpochLoop.reset` and `advance`, `_FitLoop.reset`). Call it when
-    training starts; does nothing for checkpoints of other moments.
+    That is the module's own hook of that name, the validation after that batch, schedulers that follow a metric by
+    step, and the end of the epoch. Lightning 2.6 takes all of it for done (`_TrainingEpochLoop.reset` and `advance`,
+    `_FitLoop.reset`). Call it when training starts; does nothing for checkpoints of other moments.
 
     Args:
         trainer: It resumes.
         row: What the batch logged (`logged_row`), for the loggers; None where the checkpoint has no metrics. Then
             schedulers that follow a metric go on with what the validation gives.
+        due: What the module's hook is called with (`_host_last_hook.due_hook`). Default: ``None``, it is not due.
     """
     outer, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     progress: Any = outer.epoch_progress
-    if not _is_after_batch(trainer):
+    if not (outer.restarted_mid_epoch and loop.restarted_on_train_batch_end):
         return
     if loop.batch_progress.is_last_batch:  # for which `_FitLoop.reset` has counted the epoch
         for tracker in (progress.total, progress.current):
@@ -58,6 +57,10 @@ def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
         del loop.__dict__["advance"]
         loop.val_loop.restarting = False
         loop.val_loop._has_run = False
+        if due is not None:
+            _host_last_hook.call_due_hook(trainer, due)
+            if row is not None:
+                row.update(logged_row(trainer))
         if row and trainer._logger_connector.should_update_logs and not loop._should_accumulate():
             trainer._logger_connector.log_metrics(row)
 
@@ -74,15 +77,6 @@ def finish_batch(trainer: pl.Trainer, row: dict[str, Any] | None) -> None:
             _host.end_restart(trainer)
 
     loop.__dict__.update(reset=reset, advance=advance, on_advance_end=on_advance_end)
-
-
-def is_before_hook_of_module(trainer: pl.Trainer) -> bool:
-    """Whether what the module does in `on_train_batch_end` of the last batch is not in the checkpoint resumed from."""
-    return _is_after_batch(trainer) and is_overridden("on_train_batch_end", trainer.lightning_module)
-
-
-def _is_after_batch(trainer: pl.Trainer) -> bool:
-    return bool(trainer.fit_loop.restarted_mid_epoch and trainer.fit_loop.epoch_loop.restarted_on_train_batch_end)
 
 
 def logged_row(trainer: pl.Trainer) -> dict[str, Any]:

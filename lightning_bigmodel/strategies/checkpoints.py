@@ -83,6 +83,11 @@ class CheckpointMixin:
         }
         return names
 
+    def _buffer_names(self: Any) -> set[str]:
+        """State-dict names of buffers, whoever has their true value: hooks may read all of them on every rank."""
+        state = self._held().module.state_dict(keep_vars=True)
+        return {name for name, value in state.items() if isinstance(value, Tensor) and not isinstance(value, Parameter)}
+
     def _parameter_names(self: Any) -> dict[int, str]:
         """Id of a parameter, or of the row shard an optimizer holds in its place -> name."""
         names: dict[int, str] = dict(self._held().names)
@@ -323,7 +328,7 @@ class CheckpointMixin:
                 left_out -= set(read_index(path, check_files=False).model_names)
             loaded = load_sharded(
                 path,
-                model_names=owned - left_out,
+                model_names=(owned | self._buffer_names()) - left_out,
                 optimizer_names=[names[id(parameter)] for parameter in strategy._held().owned],
                 extra_names=dict.fromkeys(strategy._extra_sets(), owned),
                 layout=strategy._layout_sizes(),
@@ -374,7 +379,7 @@ class CheckpointMixin:
         """Copy the owned values into the module."""
         tensors: Mapping[str, Any] = checkpoint["state_dict"]
         left_out = set(checkpoint.get(LEFT_OUT, ())) & self._frozen_names()
-        owned = self._owned_names() - left_out
+        owned = (self._owned_names() | self._buffer_names()) - left_out
         if not checkpoint.get(_IS_SHARDED):
             known = set(self.lightning_module.state_dict(keep_vars=True)) - left_out
             missing, unexpected = known - set(tensors), set(tensors) - known

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_bigmodel import _host, _host_checkpoints, _host_resume
+from lightning_bigmodel import _host, _host_checkpoints, _host_last_hook, _host_resume
 from lightning_bigmodel.checkpoint import read_index, read_rank_state
 from lightning_bigmodel.checkpoint.index import is_foreign
 from lightning_bigmodel.mesh import AXES, MeshLoader
@@ -56,6 +56,7 @@ class RunState(ReplicaSyncing):
             "logged": _host.logged_results(trainer),
             "shown": _host.shown_metrics(trainer),
             "row": _host_resume.logged_row(trainer),
+            "due": _host_last_hook.due_hook(trainer),
             "callbacks": {
                 callback.state_key: callback.rank_state_dict()
                 for callback in _host.callbacks(trainer)
@@ -106,7 +107,7 @@ class RunState(ReplicaSyncing):
         if "rng" not in state or self._trainer().state.fn != TrainerFn.FITTING:
             return
         if is_partial:
-            state = {**state, "metrics": {}, "logged": {}, "shown": {}, "callbacks": {}}
+            state = {**state, "metrics": {}, "logged": {}, "shown": {}, "callbacks": {}, "due": None}
         self._saved_run = dict(state)
 
     def _states_of_all_replicas(self, path: Path) -> list[Any] | None:
@@ -137,13 +138,16 @@ class RunState(ReplicaSyncing):
                 "begin anew; weights, optimizer states and schedules are taken over exactly."
             )
 
-    def _tell_what_begins_anew(self, loader: Any, position: Mapping[str, Any] | None) -> None:
+    def _tell_what_begins_anew(
+        self, loader: Any, position: Mapping[str, Any] | None, due: Mapping[str, Any] | None
+    ) -> None:
         """What no checkpoint can have: see "Checkpoints" in the README."""
         name = type(self.lightning_module).__name__
-        if _host_resume.is_before_hook_of_module(self._trainer()):
+        if due is not None and "missing" in due:
             rank_zero_info(
-                f"The checkpoint was saved by a callback before `{name}.on_train_batch_end` ran for its last batch. "
-                "What that would have changed is left out. Save after validations or epochs to have all of it."
+                f"The checkpoint was saved by a callback before `{name}.on_train_batch_end` ran for its last batch, "
+                f"whose {' and '.join(due['missing'])} are too large to be kept (over 16 MiB) or more than tensors and "
+                "plain containers. What that call would have changed is left out: save after validations or epochs."
             )
         if position is not None and (position["was_reset"] or getattr(loader, "persistent_workers", False)):
             rank_zero_info(
@@ -156,6 +160,7 @@ class RunState(ReplicaSyncing):
         """At the start of training, when all hooks before it have run. Collective where batches are sent."""
         state, self._saved_run = self._saved_run, None
         trainer = self._trainer()
+        _host_last_hook.keep_outputs(trainer)
         _host_checkpoints.take_up_links(trainer, self.broadcast)
         if state is None:
             metrics, self._saved_metrics = self._saved_metrics, {}
@@ -194,8 +199,9 @@ class RunState(ReplicaSyncing):
             if hasattr(callback, "load_rank_state_dict") and callback.state_key in state["callbacks"]:
                 callback.load_rank_state_dict(state["callbacks"][callback.state_key])
         loader, saved = _host.train_loader(trainer), state["position"]
-        self._tell_what_begins_anew(loader, state["position"])
-        _host_resume.finish_batch(trainer, state.get("row", {}))
+        due = state["due"] if has_end else None
+        self._tell_what_begins_anew(loader, state["position"], due)
+        _host_resume.finish_batch(trainer, state.get("row", {}), None if due is None or "missing" in due else due)
         _host_resume.finish_epoch(trainer)
         _host_resume.stay_stopped(trainer)
         restore_rng(RngState.of_plain(state["rng"]))

@@ -137,6 +137,32 @@ class Wrapped(Model):
         return loss
 
 
+class Follows(Model):
+    """Half of it follows the other half in the hook that comes after the callbacks that save."""
+
+    def __init__(self, probability: float = 0.2, ballast: int = 0) -> None:
+        super().__init__(probability)
+        self.ballast = ballast
+        self.register_buffer("target", torch.zeros(3, WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The target has a part in the loss."""
+        loss = super().training_step(batch, batch_idx)
+        pull = (batch[0] @ self.target.t()).square().mean()
+        return {"loss": loss + 0.1 * pull * self.head.bias.sum(), "pull": pull, "ballast": torch.ones(self.ballast)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """An average of weights, and what it was given."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.target.lerp_(self.head.weight, 0.5)
+            seen = outputs["loss"].detach() + outputs["pull"].detach() + batch[0].mean()
+            self.seen += self.all_gather(seen).mean() + batch_idx  # buffers are those of the first data rank
+            self.target += 0.01 * self.seen.sin()
+        self.log("seen", self.seen, on_step=True, on_epoch=True)
+
+
 class SaveAt(Callback):
     """Saves once, after so many batches of the run or at the end of an epoch; keeps what each epoch logged."""
 
@@ -296,13 +322,18 @@ def fit(
     unfreezes: bool = False,
     plateau: dict[str, Any] | None = None,
     wraps: bool = False,
+    follows: bool = False,
+    ballast: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of two epochs that saves on its way, or that resumes from what was saved."""
     resumes = save is None
     seed_everything(seed + 100 * resumes, verbose=False)  # a resumed run must not need the seed
     keep = SaveAt(path, **(save or {}))
-    module, rows = (Wrapped if wraps else Model)(probability), Rows()
+    module: Model = (Wrapped if wraps else Model)(probability)
+    if follows:
+        module = Follows(probability, ballast)
+    rows = Rows()
     extra = [*extra, *([Draws()] if habit == "draws" else [])]
     extra += [GradientAccumulationScheduler(schedule)] if schedule else []
     extra += [Unfreezes()] if unfreezes else []
@@ -338,8 +369,15 @@ def fit(
         loader = _loader_of(habit, 8 // data_ranks)
     validated: Dataset[Any] = Quiet(8) if habit == "quiet" else Noisy(8)
     trainer.fit(module, loader, DataLoader(validated, batch_size=4), ckpt_path=path if resumes else None)
-    weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
+    weights = {name: p.detach().numpy().copy() for name, p in module.state_dict(keep_vars=True).items()}
     if plateau is not None:
         assert trainer.optimizers[0].param_groups[0]["lr"] < 0.01
     rates = len(trainer.optimizers[0].param_groups)
-    return {"weights": weights, "losses": module.losses, "epochs": keep.epochs, "rates": rates, "rows": rows.rows}
+    return {
+        "weights": weights,
+        "losses": module.losses,
+        "epochs": keep.epochs,
+        "rates": rates,
+        "rows": rows.rows,
+        "batches": keep.num_batches,
+    }

@@ -1,0 +1,135 @@
+"""Private API of Lightning around the module's own `on_train_batch_end`, which comes after the callbacks that save.
+
+A part of `_host`, with the same rules: each entry says what it stands for; checked with Lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["call_due_hook", "due_hook", "forget_outputs", "keep_outputs"]
+
+_HOOK = "on_train_batch_end"
+_MOST_BYTES = 16 * 2**20
+
+
+def keep_outputs(trainer: pl.Trainer) -> None:
+    """Remember what each batch gives for the hooks at its end, which is a local variable of `_TrainingEpochLoop`."""
+    if not is_overridden(_HOOK, trainer.lightning_module):
+        return
+    for loop in _optimizations(trainer):
+        run = type(loop).run.__get__(loop)
+
+        def run_and_keep(*args: Any, run: Any = run, loop: Any = loop, **kwargs: Any) -> Any:
+            loop.__dict__["bigmodel_outputs"] = outputs = run(*args, **kwargs)
+            return outputs
+
+        loop.__dict__["run"] = run_and_keep
+
+
+def forget_outputs(trainer: pl.Trainer) -> None:
+    """Undo `keep_outputs`."""
+    for loop in _optimizations(trainer):
+        for name in ("run", "bigmodel_outputs"):
+            loop.__dict__.pop(name, None)
+
+
+def due_hook(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """What the module's hook is going to be called with, if a checkpoint is saved by a callback just before it.
+
+    Returns:
+        ``outputs``, ``batch`` (each None if the hook does not use it) and ``batch_idx``; instead of them the names that
+        are ``missing``, of what is larger than 16 MiB or more than tensors, numbers and plain containers. None if the
+        hook is not due.
+    """
+    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    progress: Any = loop.batch_progress.total
+    is_at_end = progress.ready == progress.processed == progress.completed + 1
+    if not (trainer.training and is_at_end and is_overridden(_HOOK, module)):
+        return None
+    hook = inspect.unwrap(getattr(type(module), _HOOK))
+    if _is_running(hook):
+        return None
+    used = _used_arguments(hook)
+    results: Any = trainer._results
+    outputs = next((vars(each)["bigmodel_outputs"] for each in _optimizations(trainer) if "run" in vars(each)), None)
+    given = {"outputs": outputs, "batch": results.batch}
+    given = {name: value if name in used else None for name, value in given.items()}
+    missing = [name for name, value in given.items() if not _is_plain(value) or _num_bytes(value) > _MOST_BYTES]
+    if missing:
+        return {"missing": missing}
+    return {**{name: _copied(value) for name, value in given.items()}, "batch_idx": loop.batch_idx}
+
+
+def call_due_hook(trainer: pl.Trainer, due: dict[str, Any]) -> None:
+    """Call the hook with what `due_hook` gave."""
+    connector = trainer._logger_connector
+    outputs, batch = move_data_to_device((due["outputs"], due["batch"]), trainer.strategy.root_device)
+    before = connector._first_loop_iter
+    connector.on_batch_start(batch)
+    connector._first_loop_iter = due["batch_idx"] == 0
+    call._call_lightning_module_hook(trainer, _HOOK, outputs, batch, due["batch_idx"])
+    connector.on_batch_end()
+    connector._first_loop_iter = before
+
+
+def _optimizations(trainer: pl.Trainer) -> tuple[Any, Any]:
+    loop = trainer.fit_loop.epoch_loop
+    return loop.automatic_optimization, loop.manual_optimization
+
+
+def _is_running(function: Any) -> bool:
+    """Whether a function is being called: the module itself saves in its hook."""
+    code, frame = getattr(function, "__code__", None), inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _used_arguments(function: Any) -> set[str]:
+    """Of the hook's arguments those that its code reads, by the names that Lightning has for them."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {"outputs", "batch"}
+    names = code.co_varnames[1 : code.co_argcount]
+    takes_more = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
+    if takes_more or len(names) < 2:
+        return {"outputs", "batch"}
+    read = set(code.co_cellvars)  # of functions within it
+    for step in dis.get_instructions(code):
+        if "LOAD" in step.opname:  # from Python 3.13 on two at once
+            read.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
+    return {given for given, name in zip(("outputs", "batch"), names, strict=False) if name in read or "locals" in read}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_num_bytes, items))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, (list, tuple)) else value
