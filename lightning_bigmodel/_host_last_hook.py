@@ -9,10 +9,11 @@ import dis
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_bigmodel._plain import copied, is_plain, num_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -65,10 +66,10 @@ def due_hook(trainer: pl.Trainer) -> dict[str, Any] | None:
     outputs = next((vars(each)["bigmodel_outputs"] for each in _optimizations(trainer) if "run" in vars(each)), None)
     given = {"outputs": outputs, "batch": results.batch}
     given = {name: value if name in used else None for name, value in given.items()}
-    missing = [name for name, value in given.items() if not _is_plain(value) or _num_bytes(value) > _MOST_BYTES]
+    missing = [name for name, value in given.items() if not is_plain(value) or num_bytes(value) > _MOST_BYTES]
     if missing:
         return {"missing": missing}
-    return {**{name: _copied(value) for name, value in given.items()}, "batch_idx": loop.batch_idx}
+    return {**{name: copied(value) for name, value in given.items()}, "batch_idx": loop.batch_idx}
 
 
 def call_due_hook(trainer: pl.Trainer, due: dict[str, Any]) -> None:
@@ -110,26 +111,3 @@ def _used_arguments(function: Any) -> set[str]:
         if "LOAD" in step.opname:  # from Python 3.13 on two at once
             read.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
     return {given for given, name in zip(("outputs", "batch"), names, strict=False) if name in read or "locals" in read}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is dict:
-        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str, torch.Tensor)
-
-
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_num_bytes, items))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return type(value)(map(_copied, value)) if isinstance(value, (list, tuple)) else value

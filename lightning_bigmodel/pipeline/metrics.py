@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_bigmodel._plain import copied, is_plain
 from lightning_bigmodel.pipeline.gate import current_run
 from lightning_bigmodel.pipeline.trace import is_metric
 from lightning_bigmodel.pipeline.tree import map_tensors
@@ -109,7 +110,7 @@ class MetricLink:
                 built = self._as_built.get(id(metric), {})
                 rest = {k: v for k, v in _beside_states(metric).items() if k not in built or not _same(v, built[k])}
                 if metric._update_count or rest:
-                    state = _copied(metric.metric_state)
+                    state = copied(metric.metric_state)
                     found[name] = {"count": metric._update_count, "state": state, "rest": rest}
         return found
 
@@ -149,23 +150,7 @@ _BOOKKEEPING = {
 def _beside_states(metric: Any) -> dict[str, Any]:
     """Copies of attributes of a metric that are no states, as far as they are numbers, tensors and such."""
     hidden = _BOOKKEEPING | metric._defaults.keys()
-    return {key: _copied(value) for key, value in vars(metric).items() if key not in hidden and _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(isinstance(key, (str, int)) and _is_plain(v) for key, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, Tensor))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return type(value)(_copied(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return {key: copied(value) for key, value in vars(metric).items() if key not in hidden and is_plain(value)}
 
 
 def _same(first: Any, second: Any) -> bool:
