@@ -67,7 +67,7 @@ def audited_blocks(root: nn.Module) -> dict[str, nn.Module]:
         ['0', '1', '2', '3']
     """
     found = find_blocks(root)
-    whole = [name for name, module in found.items() if any(module.children())]
+    whole = [name for name, module in found.items() if next(module.children(), None) is not None]
     chains = {name.rpartition(".")[0] for name in whole}
 
     def block_of(name: str) -> str:

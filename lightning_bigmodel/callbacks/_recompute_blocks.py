@@ -8,6 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_bigmodel.callbacks._recompute_compiled import compilation_of, compiled_part_of
 from lightning_bigmodel.recompute.install import is_treated
 from lightning_bigmodel.recompute.policy import Block, Chain
 from lightning_bigmodel.scaling.casting import keep_region
@@ -27,10 +28,15 @@ def chain_of(trainer: pl.Trainer, module: pl.LightningModule, blocks: Literal["a
     found = _named(trainer, module, blocks) if blocks != "auto" else _auto(trainer, module)
     _refuse_others(module, found)
     strategy = trainer.strategy
+    compile_options = None
+    if isinstance(strategy, BigModelStrategy) and strategy._compile_blocks:
+        compile_options = {} if strategy._compile_blocks is True else strategy._compile_blocks
     return Chain(
-        [Block(name, block, index) for index, (name, block) in enumerate(found.items())],
+        [
+            Block(name, block, index, compilation_of(name, block, module, compile_options), compiled_part_of(block))
+            for index, (name, block) in enumerate(found.items())
+        ],
         ends_in_backward=_ends_in_backward(strategy, module),
-        is_compiled=isinstance(strategy, BigModelStrategy) and bool(strategy._compile_blocks),
         keepers=[keep_region],
     )
 
@@ -59,7 +65,7 @@ def _auto(trainer: pl.Trainer, module: pl.LightningModule) -> Mapping[str, nn.Mo
         chosen = strategy.blocks_of_rank()
         is_found = bool(chosen) or strategy.engine.num_stages > 1
     else:
-        chosen = [_inner(part) for part in find_blocks(module).values() if any(part.children())]
+        chosen = [_inner(part) for part in find_blocks(module).values() if next(part.children(), None) is not None]
         is_found = bool(chosen)
     if not is_found:
         raise ValueError(

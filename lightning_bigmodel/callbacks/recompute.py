@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.callbacks._recompute_blocks import chain_of
+from lightning_bigmodel.recompute.compilation import check_compiled
 from lightning_bigmodel.recompute.full import Full
 from lightning_bigmodel.recompute.install import TreatedBlocks
 from lightning_bigmodel.recompute.optimal import Optimal
@@ -33,7 +34,17 @@ class Recompute(Callback):
     Blocks are the model's repeated modules (those the pipeline is cut between), or as named. Their `forward` is
     overridden from the start of `fit` to its end: names in checkpoints, module types and hooks stay, and the order of
     callbacks does not matter. Works under `BigModelStrategy` with every layout and schedule (a block runs twice a
-    micro-batch, also where a schedule splits its backward), with `compile_blocks`, and under Lightning's strategies.
+    micro-batch, also where a schedule splits its backward) and under Lightning's strategies.
+
+    With `torch.compile`, gradients are those of the compiled run without it, bit for bit. Blocks that are compiled one
+    by one, by `compile_blocks` or by `block.compile()`, go with every policy and backend, but `Selective` needs one
+    whose partitioner computes again: `"inductor"` or `"aot_eager"`. Where a whole module or the step is compiled, by
+    one of these too, `Full` and `Selective` mark each block for it; other policies are refused. What a compiler
+    computes again by itself is no second forward: the block must compile in one graph and must not write its own
+    buffers, half precision needs Inductor's `emulate_precision_casts`, and equal bits were seen on CPUs only: on a GPU
+    other fused kernels may round otherwise. Torch's `activation_memory_budget` (of `torch._functorch.config`) is
+    another means, within each graph.
+
     Key-value caches of transformers are left out of calls, as they do it themselves: numbers are those of
     `use_cache=False`, which may round otherwise than those with a cache.
 
@@ -46,7 +57,8 @@ class Recompute(Callback):
     Raises:
         ValueError: For settings that are none; at the start of a run where no blocks are found, or a policy cannot take
             effect.
-        RecomputeError: In a step where a block changes its input in place, or does something else in its second run.
+        RecomputeError: In a step where a block changes its input in place, or does something else in its second run;
+            before a step by gradients that the compiler would get wrong.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -83,6 +95,7 @@ class Recompute(Callback):
         self._close()
         chain = chain_of(trainer, pl_module, self.blocks)
         treatments = self.policy.treatments(chain)
+        check_compiled(type(self.policy).__name__, chain.blocks, treatments)
         is_cut = isinstance(trainer.strategy, BigModelStrategy) and trainer.strategy.engine.num_stages > 1
         if not is_cut and not any(treatments):
             raise ValueError(
@@ -90,6 +103,18 @@ class Recompute(Callback):
                 "backward directly follows its forward. Leave the callback out, or name finer `blocks`."
             )
         self._treated = TreatedBlocks(chain, treatments)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._treated is not None:
+            self._treated.note_state()
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        if self._treated is not None:
+            self._treated.check_state()
 
     @override
     def on_train_batch_end(
@@ -100,6 +125,7 @@ class Recompute(Callback):
         revised = self.policy.revised(self._treated.chain, _host.all_objects)
         if revised is None:
             return
+        check_compiled(type(self.policy).__name__, self._treated.chain.blocks, revised)
         self._treated.treat(revised)
         if trainer.is_global_zero and isinstance(self.policy, Optimal) and self.policy.plans:
             Console().print(plan_table(self.policy.plans))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_bigmodel.recompute.ambient import Keeper, OwnState
+from lightning_bigmodel.recompute.compilation import Compilation
 from lightning_bigmodel.recompute.frame import Contexts, Link, run_again_in_backward
 
 __all__ = ["Again", "Block", "Chain", "RecomputePolicy", "Treatment"]
@@ -23,12 +24,16 @@ class Block:
         name: Its module name.
         module: The module.
         index: Its place among the blocks of this rank.
+        compilation: How it is compiled, by itself or within what is around it; None: it is not.
+        compiled_part: Name of a part of it that is compiled by itself.
         own: What its forward writes into it.
     """
 
     name: str
     module: nn.Module
     index: int
+    compilation: Compilation | None = None
+    compiled_part: str = ""
     own: OwnState = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -42,20 +47,32 @@ class Chain:
     Attributes:
         blocks: The blocks.
         ends_in_backward: Whether the backward of the last block directly follows its forward.
-        is_compiled: Whether the blocks' forwards are compiled code.
         keepers: See `Ambient`.
         link: Connects blocks of a segment.
     """
 
     blocks: Sequence[Block]
     ends_in_backward: bool = True
-    is_compiled: bool = False
     keepers: Sequence[Keeper] = ()
     link: Link = field(default_factory=Link)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether operators of some block are within compiled code."""
+        return any(block.compilation is not None or block.compiled_part for block in self.blocks)
 
 
 class Treatment(ABC):
     """What is done with the activations of one block."""
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether it chooses among the operators of a block, which cannot be done from around compiled code."""
+        return False
+
+    def kept_operators(self) -> Collection[Any] | None:
+        """For a compiler that does the same within its code: operators whose results it is to keep; None: it cannot."""
+        return None
 
     @abstractmethod
     def call(
@@ -81,6 +98,7 @@ class Again(Treatment):
     Args:
         contexts: See `run_again_in_backward`.
         is_linked: Whether the block's input is computed again too, from the blocks before it.
+        keep: Operators whose results `contexts` keep.
     """
 
     def __init__(
@@ -88,8 +106,18 @@ class Again(Treatment):
         contexts: Contexts | None = None,
         *,
         is_linked: bool = False,
+        keep: Collection[Any] = (),
     ) -> None:
-        self._contexts, self._is_linked = contexts, is_linked
+        self._contexts, self._is_linked, self._keep = contexts, is_linked, keep
+
+    @property
+    def looks_inside(self) -> bool:
+        """Where results of operators are kept."""
+        return self._contexts is not None
+
+    def kept_operators(self) -> Collection[Any] | None:
+        """Those; not where an input comes from another block."""
+        return None if self._is_linked or (self._contexts is not None and not self._keep) else self._keep
 
     def call(
         self, chain: Chain, block: Block, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -208,8 +208,11 @@ class Selective(RecomputePolicy):
 
     As of arXiv 2205.05198, section 5, for any operators. Matrix products and attention make up nearly all of a
     transformer's operations and about half of its activations: keeping their results saves the other half for a few
-    percent of a forward. Do not use it where that is not enough: `Full` keeps an input a block. Cannot look into
-    compiled code (`compile_blocks`).
+    percent of a forward. Do not use it where that is not enough: `Full` keeps an input a block.
+
+    In compiled code the compiler does it, where its backend has a partitioner that computes again: `"inductor"` or
+    `"aot_eager"`, not `"eager"`. Compilers leave out much that is cheap anyway, so that this saves less than without
+    them; `"aot_eager"` keeps random masks besides.
 
     A kept operator does not run again; random ones leave the random state behind that they left at first. Where code
     changes a kept result in place (`nn.ReLU(inplace=True)`), that operator does run again.
@@ -223,7 +226,8 @@ class Selective(RecomputePolicy):
 
     Raises:
         TypeError: If `keep` is no list of names.
-        ValueError: If a name stands for no operator that torch runs; with `compile_blocks`.
+        ValueError: If a name stands for no operator that torch runs; at the start of a run where blocks are compiled by
+            another backend, or in parts.
 
     Example:
         >>> from lightning_bigmodel import Recompute, Selective
@@ -247,15 +251,10 @@ class Selective(RecomputePolicy):
 
     def treatment(self) -> Treatment:
         """What is done with one block."""
-        return Again(self.contexts())
+        return Again(self.contexts(), keep=self.operators())
 
     def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
         """Of every block its input and the kept results."""
-        if chain.is_compiled:
-            raise ValueError(
-                "`Selective` chooses among the operators of a block, which `compile_blocks` has compiled into one. Use "
-                "`Full()` or `Offload()`, or leave `compile_blocks` out."
-            )
         last = len(chain.blocks) - 1
         return [
             None if index == last and chain.ends_in_backward else self.treatment() for index in range(len(chain.blocks))

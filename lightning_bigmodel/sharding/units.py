@@ -50,7 +50,7 @@ def find_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 def _repeated(module: nn.Module) -> set[type[nn.Module]]:
     """Classes of which it has two children or more that have children themselves."""
-    kinds = Counter(type(c) for c in module.children() if _has_parameters(c) and any(c.children()))
+    kinds = Counter(type(c) for c in module.children() if _has_parameters(c) and next(c.children(), None) is not None)
     return {kind for kind, count in kinds.items() if count >= 2}
 
 

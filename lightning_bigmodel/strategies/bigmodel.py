@@ -667,7 +667,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             return [block for block in planner.tree.blocks if stages & set(of_unit.get(block, ()))]
         if self._blocks != "auto":
             return list(named_blocks(root, self._blocks).values())
-        return [module for module in find_blocks(root).values() if any(module.children())]
+        return [module for module in find_blocks(root).values() if next(module.children(), None) is not None]
 
     @override
     def model_to_device(self) -> None:

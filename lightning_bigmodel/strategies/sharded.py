@@ -92,7 +92,11 @@ class ShardedRun(GradientPlaces):
         # One rank alone has all rows: there is nothing to gather.
         if zero_stage == 3 and mesh.layout.data_shard > 1:
             units_by_stage = [
-                make_units(modules, parameters, [module for module in modules.values() if any(module.children())])
+                make_units(
+                    modules,
+                    parameters,
+                    [module for module in modules.values() if next(module.children(), None) is not None],
+                )
                 for modules, parameters in parts
             ]
             units = distinct_units(units_by_stage)

@@ -167,12 +167,10 @@ def _refused(strategy: Any, devices: int, recompute: Any, message: str) -> str:
 
 
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
-    """A stage that ends within a block that is to be run again; operators within compiled code."""
+    """A stage that ends within a block that is to be run again."""
     message = r"names 'blocks', but the pipeline may be cut within it, before 'blocks\.0'"
     found = run_ranks(_refused, 2, PIPE, 2, Recompute(blocks=["blocks"]), message)
     assert found == ["refused"] * 2
-    message = "`Selective` chooses among the operators of a block, which `compile_blocks`"
-    assert run_ranks(_refused, 1, {"compile_blocks": True}, 1, Recompute(Selective()), message) == ["refused"]
 
 
 def _compiled() -> tuple[dict[str, Any], dict[str, Any]]:
