@@ -103,8 +103,8 @@ def marked_for_compiler(
     """
     caches, names = _cache_types(), tuple(sorted(map(str, keep)))
     contexts = functools.partial(_contexts, names, backend)
-    # Compiled code is found again on disk by this.
-    contexts.cache_hash = ",".join((backend, *names))  # type: ignore[attr-defined]
+    # Compiled code is found again on disk by this, without a look at what is refused below: count up when that changes.
+    contexts.cache_hash = ",".join(("recompute 1", backend, *names))  # type: ignore[attr-defined]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
