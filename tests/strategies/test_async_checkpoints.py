@@ -236,6 +236,6 @@ def test_resume_from_an_asynchronous_run(tmp_path: Path) -> None:
     path = str(tmp_path / "a" / "step=4.ckpt")
     resumed = run_ranks(fit_and_save, 2, str(tmp_path / "b"), "pipeline", True, "link", path)
     for before, after in zip(whole, resumed, strict=True):
-        assert len(after[2]) == 2
+        assert len(after[2]) == 1 + 2  # the hook that records them was due for the last batch before
         assert all(torch.isfinite(torch.tensor(loss)) for loss in after[2])
         assert set(before[1]) == set(after[1])
