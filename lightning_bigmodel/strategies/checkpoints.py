@@ -86,7 +86,8 @@ class CheckpointMixin:
     def _buffer_names(self: Any) -> set[str]:
         """State-dict names of buffers, whoever has their true value: hooks may read all of them on every rank."""
         module = self._held().module
-        return {name for name, _ in module.named_buffers(remove_duplicate=False)} & set(module.state_dict())
+        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        return buffers & set(module.state_dict(keep_vars=True))
 
     def _parameter_names(self: Any) -> dict[int, str]:
         """Id of a parameter, or of the row shard an optimizer holds in its place -> name."""
