@@ -37,6 +37,7 @@ def chain_of(trainer: pl.Trainer, module: pl.LightningModule, blocks: Literal["a
             for index, (name, block) in enumerate(found.items())
         ],
         ends_in_backward=_ends_in_backward(strategy, module),
+        is_gathered=isinstance(strategy, BigModelStrategy) and strategy._sharding.zero_stage == 3,
         keepers=[keep_region],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -45,13 +46,14 @@ class Recompute(Callback):
     other fused kernels may round otherwise. Torch's `activation_memory_budget` (of `torch._functorch.config`) is
     another means, within each graph.
 
-    Key-value caches of transformers are left out of calls, as they do it themselves: numbers are those of
-    `use_cache=False`, which may round otherwise than those with a cache.
+    A key-value cache of transformers is filled in a copy that each run of a block throws away: what is in it counts (a
+    learned prefix), and the cache that a training step returns lacks the blocks that run again.
 
     Args:
         policy: `Full()`, `SquareRoot()`, `Selective(...)`, `Offload(...)` or `Optimal(...)`. Default: `Full()`.
         budget: Bytes that blocks may save on the device of a rank, as a number or `"24GiB"`: in place of a policy, for
-            the choice for each block that pays least (`Optimal`).
+            the choice for each block that pays least (`Optimal`). Weights, gradients, optimizer states, and what the
+            step saves outside of blocks come on top; the last is measured, and a line of the table.
         blocks: `"auto"`: the model's repeated modules; or names or patterns of modules.
 
     Raises:
@@ -88,15 +90,23 @@ class Recompute(Callback):
         self.policy: RecomputePolicy = chosen if policy is None else policy
         self.blocks: Literal["auto"] | list[str] = "auto" if blocks == "auto" else names
         self._treated: TreatedBlocks | None = None
+        self._around_batch = ExitStack()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The model is sharded and compiled by now, whatever the strategy; nothing has run yet."""
         self._close()
+        strategy = trainer.strategy
+        is_cut = isinstance(strategy, BigModelStrategy) and strategy.engine.num_stages > 1
+        if isinstance(self.policy, Optimal) and isinstance(strategy, BigModelStrategy) and strategy.engine.sizer:
+            raise ValueError(
+                f"`Recompute(budget={self.policy.budget})` plans for micro-batches of one size, which "
+                '`num_microbatches="auto"` goes on changing. Give `num_microbatches` as a number, or a policy such as '
+                "`Selective()` in place of `budget`."
+            )
         chain = chain_of(trainer, pl_module, self.blocks)
         treatments = self.policy.treatments(chain)
         check_compiled(type(self.policy).__name__, chain.blocks, treatments)
-        is_cut = isinstance(trainer.strategy, BigModelStrategy) and trainer.strategy.engine.num_stages > 1
         if not is_cut and not any(treatments):
             raise ValueError(
                 f"`Recompute` has nothing to do: {len(chain.blocks)} block(s), of which the last is left out as its "
@@ -110,6 +120,7 @@ class Recompute(Callback):
     ) -> None:
         if self._treated is not None:
             self._treated.note_state()
+        self._around_batch.enter_context(self.policy.around_batch())
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
@@ -120,6 +131,7 @@ class Recompute(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._around_batch.close()
         if self._treated is None:
             return
         revised = self.policy.revised(self._treated.chain, _host.all_objects)
@@ -144,6 +156,7 @@ class Recompute(Callback):
         self._close()
 
     def _close(self) -> None:
+        self._around_batch.close()
         treated, self._treated = self._treated, None
         if treated is not None:
             treated.close()

@@ -30,7 +30,7 @@ from lightning_bigmodel.pipeline.batch_norm import (
 from lightning_bigmodel.pipeline.exchange import gather_objects, start_gather
 from lightning_bigmodel.pipeline.gradient_watch import GradientWatch, WatchedMicrobatch
 from lightning_bigmodel.pipeline.gradients import GradientPlaces
-from lightning_bigmodel.pipeline.memory_limit import MemoryLimit
+from lightning_bigmodel.pipeline.memory_limit import MemoryLimit, measured_bytes
 from lightning_bigmodel.pipeline.metrics import MetricLink, merged_value
 from lightning_bigmodel.pipeline.microbatch import (
     RETURNED_WEIGHT,
@@ -213,6 +213,9 @@ class PipelineEngine:
         self.loss_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by while they are made
         self.backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.resident_bytes: Callable[[], int] = lambda: 0  # parameters, gradients, optimizer states of this rank
+        # Told of tensors kept for backward that hooks on saved tensors do not see (see `measured_bytes`).
+        self.noting_hidden: Callable[[Callable[[object, Tensor], None]], AbstractContextManager[Any]] = nullcontext
+        self._kept: tuple[Any, int, int, int] | None = None  # measured of a step (see `MicrobatchSizer.measured`)
         self.num_parts = 0  # micro-batches of the last batch
         self._owned: list[nn.Parameter] | None = None
         self._checked_gradients = False
@@ -364,13 +367,27 @@ class PipelineEngine:
             counts: False for a batch that only keeps this data rank in step with the others; it weighs nothing.
         """
         num_parts = self.num_microbatches if self.sizer is None else self._find_num_parts(batch, step)
-        outcome = self._train(batch, step, num_parts, counts=counts)
+        outcome = self._attempt(batch, step, num_parts, counts=counts)
         while outcome is None:
             num_parts = self._agreed(num_parts + 1)
-            outcome = self._train(batch, step, num_parts, counts=counts)
+            outcome = self._attempt(batch, step, num_parts, counts=counts)
         self.num_parts = num_parts
         if self.sizer is not None:
             self.sizer.fitted(batch, num_parts)
+        return outcome
+
+    def _attempt(self, batch: Any, step: Step, num_parts: int, *, counts: bool) -> StepOutcome | None:
+        """As `_train`; the first time in a search, what it keeps is measured.
+
+        The trace knows of one micro-batch what all its operators keep, and nothing of what is computed again.
+        """
+        if self.sizer is None or self.sizer.is_measured or self._kept is not None or self.num_stages == 1:
+            return self._train(batch, step, num_parts, counts=counts)
+        with measured_bytes(self._stages, self._limit, self.noting_hidden) as kept:
+            outcome = self._train(batch, step, num_parts, counts=counts)
+        if outcome is not None:
+            num_held = max(1, min(stage.most_in_flight for stage in self._stages))
+            self._kept = (batch, num_parts, kept.peak_bytes, num_held)
         return outcome
 
     def _find_num_parts(self, batch: Any, step: Step) -> int:
@@ -378,6 +395,9 @@ class PipelineEngine:
         assert self.sizer is not None
         if self._limit is not None:
             self._limit.resident_bytes = self.resident_bytes()
+        if self._kept is not None:  # and the optimizer has its states by now
+            kept, self._kept = self._kept, None
+            self.sizer.measured(*kept, self._free_bytes())
         if not self.sizer.is_estimated:
             self.sizer.estimate(batch, self._needed_bytes(batch, step), self._free_bytes())
         return self._agreed(self.sizer.num_parts(batch))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bigmodel import _host
 
-__all__ = ["MemoryLimit", "is_out_of_memory"]
+__all__ = ["MemoryLimit", "is_out_of_memory", "measured_bytes"]
 
 _WORDS = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -65,22 +67,27 @@ class MemoryLimit:
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved.tensor):
             yield
 
+    def hold(self, holder: object, tensor: Tensor) -> None:
+        """Count a storage while `holder` lives; those of parameters are there anyway."""
+        if _host.is_of_parameter(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        self._counts[key] += 1
+        if self._counts[key] == 1:
+            self.saved_bytes += size
+        weakref.finalize(holder, self._release, key, size)
+        self.peak_bytes = max(self.peak_bytes, self.saved_bytes)
+
     def _keep(self, tensor: Tensor) -> _Saved:
         # Detached: a result that its own node keeps would keep the node, and a graph that gets no backward for ever.
         saved = _Saved(tensor.detach() if tensor.grad_fn is not None else tensor)
-        if not _host.is_of_parameter(tensor):
-            storage = tensor.untyped_storage()
-            key, size = storage.data_ptr(), storage.nbytes()
-            self._counts[key] += 1
-            if self._counts[key] == 1:
-                self.saved_bytes += size
-            weakref.finalize(saved, self._release, key, size)
-            self.peak_bytes = max(self.peak_bytes, self.saved_bytes)
-            if self.resident_bytes + self.saved_bytes > self.num_bytes:
-                raise torch.OutOfMemoryError(
-                    f"{self.saved_bytes} bytes kept for backward beside {self.resident_bytes} of parameters, gradients "
-                    f"and optimizer states exceed `memory_limit_bytes={self.num_bytes}`."
-                )
+        self.hold(saved, tensor)
+        if self.resident_bytes + self.saved_bytes > self.num_bytes:
+            raise torch.OutOfMemoryError(
+                f"{self.saved_bytes} bytes kept for backward beside {self.resident_bytes} of parameters, gradients "
+                f"and optimizer states exceed `memory_limit_bytes={self.num_bytes}`."
+            )
         return saved
 
     def _release(self, key: int, size: int) -> None:
@@ -88,3 +95,29 @@ class MemoryLimit:
         if not self._counts[key]:
             del self._counts[key]
             self.saved_bytes -= size
+
+
+@contextmanager
+def measured_bytes(
+    stages: Sequence[Any],
+    limit: MemoryLimit | None,
+    noting_hidden: Callable[[Callable[[object, Tensor], None]], AbstractContextManager[Any]],
+) -> Iterator[MemoryLimit]:
+    """Within, what stages keep for backward is counted: `peak_bytes` of what this gives.
+
+    Args:
+        stages: Of this rank.
+        limit: Theirs, if any.
+        noting_hidden: Makes a context in which its argument is told of tensors that hooks around a block do not see,
+            each with what holds it: those that are computed again, or that are moved and on the device.
+    """
+    counter = MemoryLimit(sys.maxsize) if limit is None else limit
+    counter.peak_bytes = counter.saved_bytes
+    for stage in stages:
+        stage.limit, stage.most_in_flight = counter, 0
+    try:
+        with noting_hidden(counter.hold):
+            yield counter
+    finally:
+        for stage in stages:
+            stage.limit = limit

@@ -10,6 +10,9 @@ from lightning_bigmodel.pipeline.tree import tensor_leaves
 
 __all__ = ["MicrobatchSizer", "num_elements"]
 
+# By so much more than what should fit by measured bytes, memory surely runs out.
+_SURELY = 1.25
+
 
 def num_elements(batch: Any) -> int:
     """Elements of the tensors with one row a sample: what the memory of a micro-batch grows with."""
@@ -43,7 +46,8 @@ class MicrobatchSizer:
         self.least = least
         self.largest_fit = 0
         self.smallest_misfit = math.inf
-        self.is_estimated = False
+        self.is_estimated = self.is_measured = False
+        self._has_failed = False
         self._first: float | None = None  # elements that should fit, by the estimate
 
     def estimate(self, batch: Any, needed_bytes: float, free_bytes: float) -> None:
@@ -52,6 +56,29 @@ class MicrobatchSizer:
         if needed_bytes > free_bytes and not self.largest_fit:
             self.smallest_misfit = min(self.smallest_misfit, num_elements(batch))
             self._first = max(1.0, num_elements(batch) * max(free_bytes, 0.0) / needed_bytes)
+
+    def measured(self, batch: Any, num_parts: int, kept_bytes: int, num_held: int, free_bytes: float) -> None:
+        """Go on with what a step really kept in place of the estimate.
+
+        With m micro-batches of a batch, of which up to h are held at a time, min(h, m) / m of the batch's bytes are
+        kept: all of them where m is no more than h. Where memory has run out since, that is known better.
+
+        Args:
+            batch: The batch.
+            num_parts: Micro-batches it ran in.
+            kept_bytes: The most that was kept for backward.
+            num_held: Micro-batches that were held for it.
+            free_bytes: What there is for them.
+        """
+        self.is_measured = True
+        if self._has_failed:
+            return
+        self.smallest_misfit, self._first = math.inf, None
+        size, _ = self._largest_part(batch, num_parts)
+        of_one_part = kept_bytes * (batch_size(batch) or 1) / size
+        if of_one_part / num_held > free_bytes:
+            self._first = max(1.0, num_elements(batch) * max(free_bytes, 0.0) / of_one_part)
+            self.smallest_misfit = _SURELY * self._first
 
     def _rows(self, batch: Any) -> tuple[int, float]:
         num_samples = batch_size(batch) or 1
@@ -63,7 +90,7 @@ class MicrobatchSizer:
         fits = int(self.largest_fit // per_sample)
         if math.isinf(self.smallest_misfit):
             size = num_samples
-        elif self._first is not None and not self.largest_fit:
+        elif self._first is not None and (not self.largest_fit or self._first // per_sample > fits):
             size = int(self._first // per_sample)
         else:
             misfits = math.ceil(self.smallest_misfit / per_sample)  # the smallest number of samples that does
@@ -83,6 +110,7 @@ class MicrobatchSizer:
 
     def failed(self, batch: Any, num_parts: int) -> None:
         """It did not: memory ran out on this rank."""
+        self._has_failed = True
         size, per_sample = self._largest_part(batch, num_parts)
         self.smallest_misfit = min(self.smallest_misfit, size * per_sample)
         if self.largest_fit >= self.smallest_misfit:  # what fitted then does no more
@@ -101,4 +129,4 @@ class MicrobatchSizer:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on with it."""
         self.largest_fit, self.smallest_misfit = int(state["largest_fit"]), state["smallest_misfit"]
-        self.is_estimated = True
+        self.is_estimated = self.is_measured = True

@@ -188,6 +188,8 @@ class MicrobatchStage:
         self.watches: Sequence[GradientWatch] = ()
         self.backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
+        self._in_flight: set[int] = set()  # micro-batches between their forward and their backward
+        self.most_in_flight = 0
 
     @property
     def is_first(self) -> bool:
@@ -216,6 +218,7 @@ class MicrobatchStage:
     def clear_runtime_states(self) -> None:
         """Forget the previous step."""
         self._flights.clear()
+        self._in_flight.clear()
         self.ran_out = False
 
     def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
@@ -241,6 +244,8 @@ class MicrobatchStage:
             if self._is_absent(index):
                 return torch.zeros((), device=self.device) if self.is_last else ()
             task, flight = self.tasks[index], self._flight(index)
+            self._in_flight.add(index)
+            self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
             if not self.ran_out:
                 try:
                     with nullcontext() if self.limit is None else self.limit.watching():
@@ -337,6 +342,8 @@ class MicrobatchStage:
         if not self._is_absent(index):
             with self._watched(index), self.backward_context():
                 self._try_backward(self.tasks[index], self._flight(index), full_backward)
+        if full_backward:
+            self._in_flight.discard(index)
         (self.passes.end_backward if full_backward else self.passes.pause_backward)(index)
 
     def _try_backward(self, task: MicrobatchTask, flight: _Flight, full_backward: bool) -> None:
@@ -404,6 +411,7 @@ class MicrobatchStage:
             with self._watched(index), self.backward_context():
                 split.weights()
             self._flight(index).split = None
+        self._in_flight.discard(index)
         self.passes.end_backward(index)
 
     def get_bwd_send_ops(self, index: int) -> list[dist.P2POp]:

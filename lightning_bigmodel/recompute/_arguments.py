@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Position", "map_tensors", "tensors_of", "without_caches"]
+__all__ = ["Position", "map_tensors", "tensors_of", "with_caches_of_their_own"]
 
 
 class Position:
@@ -72,14 +72,30 @@ def _is_cache(value: Any) -> bool:
     return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
 
 
-def without_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments without transformers' key-value caches, which a block that runs again would fill twice.
+def with_caches_of_their_own(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with copies of transformers' key-value caches, for one run of a block to fill.
 
-    Training reads no cache. Their own layers leave caches out in the same way when they are checkpointed.
+    In training nobody reads what a block leaves there, and a block that runs again would find its own keys in it. With
+    no cache at all keys would lie otherwise in memory, so that sums round otherwise, and a learned prefix in it would
+    be lost.
     """
     if not any(_is_cache(value) for value in (*args, *kwargs.values())):
         return tuple(args), dict(kwargs)
-    kept = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
-    if "use_cache" in kept:
-        kept["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kept
+    copies: dict[int, Any] = {}
+    return tuple(_cache_copy(value, copies) for value in args), {
+        key: _cache_copy(value, copies) for key, value in kwargs.items()
+    }
+
+
+def _cache_copy(value: Any, copies: dict[int, Any]) -> Any:
+    """A cache down to its tensors, which it replaces and does not change; all else is itself."""
+    if not _is_cache(value):
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = twin = copy.copy(value)
+        for name, part in vars(value).items():
+            if isinstance(part, list):
+                twin.__dict__[name] = [_cache_copy(each, copies) for each in part]
+            else:
+                twin.__dict__[name] = dict(part) if type(part) is dict else _cache_copy(part, copies)
+    return copies[id(value)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_bigmodel.recompute.link import Copy
 from lightning_bigmodel.recompute.spill import SpillFile
 
-__all__ = ["AwayTensor", "MovedStorage", "SavedGroup", "changed_message", "span_of"]
+__all__ = ["AwayTensor", "MovedStorage", "Resident", "SavedGroup", "changed_message", "span_of"]
 
 
 class Owner(Protocol):
@@ -34,6 +34,7 @@ class MovedStorage:
         self.out: Copy | None = None
         self.fetched: Tensor | None = None
         self.arriving: Copy | None = None
+        self.resident: object = None  # lives while the bytes are on the device
 
     def device_bytes(self) -> Tensor:
         """As it was saved; while it has not left."""
@@ -50,6 +51,12 @@ class MovedStorage:
         self.owner.forget(self)
 
 
+class Resident:
+    """Stands for bytes on the device."""
+
+    __slots__ = ("__weakref__",)
+
+
 class SavedGroup:
     """What one call of one block saved."""
 
@@ -57,6 +64,15 @@ class SavedGroup:
         self.name, self.index = name, index
         self._previous = None if previous is None else weakref.ref(previous)
         self._storages: dict[int, weakref.ref[MovedStorage]] = {}
+        self.new: list[weakref.ref[MovedStorage]] = []  # that no call before had saved
+
+    def new_storages(self) -> Iterator[MovedStorage]:
+        """Those that this call was the first to save, once."""
+        references, self.new = self.new, []
+        for reference in references:
+            storage = reference()
+            if storage is not None:
+                yield storage
 
     def add(self, storage: MovedStorage) -> None:
         """A tensor of it was saved here."""

@@ -25,6 +25,8 @@ Keeper = Callable[[], Callable[[], AbstractContextManager[Any]]]
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 # Buffers of more are copied before a forward only where they were seen to change.
 _SMALL_BUFFER_BYTES = 256 * 1024
+# Forwards of a block whose buffers are compared with what they were, on devices where that takes time.
+_NUM_COMPARED = 3
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -90,7 +92,11 @@ class OwnState:
     """What a block's forward writes into the block itself: a second run starts from the same values, and leaves none.
 
     Buffers (running statistics, counters, power iterations) that the forward changes are copied before it; the second
-    run works on those copies. Attributes that it sets are put back after the second run; plain values (numbers, flags)
+    run works on those copies. Changes by `buffer.data`, which torch does not count, are seen in the first forwards, and
+    on a CPU always. A block that writes its own parameters cannot be computed again from them, and raises; by
+    `parameter.data`, if it does so in the first forward.
+
+    Attributes that it sets are put back after the second run; plain values (numbers, flags)
     also have, within it, what they had before the first. So it is with collections that it changes, and with random
     generators of the block's own.
 
@@ -103,7 +109,15 @@ class OwnState:
     def __init__(self, block: nn.Module) -> None:
         self._modules = list(block.modules())
         self._written: set[tuple[int, str]] = set()
+        self._hidden: set[tuple[int, str]] = set()  # written in a way that torch does not count
         self._is_learned = False
+        self._num_forwards = 0
+        # Its forward, one within it, or a function that it holds.
+        self.is_compiled = any(
+            module._compiled_call_impl is not None
+            or any(hasattr(value, "_torchdynamo_orig_callable") for value in (module, *module.__dict__.values()))
+            for module in self._modules
+        )
 
     def _buffers(self) -> Iterator[tuple[tuple[int, str], nn.Module, str, Tensor]]:
         for index, module in enumerate(self._modules):
@@ -111,9 +125,18 @@ class OwnState:
                 if buffer is not None:
                     yield (index, name), module, name, buffer
 
+    def has_hooks_on_both_ends(self) -> bool:
+        """Whether forwards within the block are told of their beginning and of their end, and may count on both."""
+        inner = self._modules[1:]
+        return any(module._forward_pre_hooks for module in inner) and any(module._forward_hooks for module in inner)
+
     def before(self) -> Any:
         """A note of the state before a forward."""
         copies = {key: (buffer, buffer._version, self._copy(key, buffer)) for key, _, _, buffer in self._buffers()}
+        parameters = {
+            id(parameter): (parameter, parameter._version, self._sum(parameter))
+            for _, _, parameter in self._parameters()
+        }
         attributes = [dict(module.__dict__) for module in self._modules]
         contents = [
             {
@@ -123,7 +146,19 @@ class OwnState:
             }
             for each in attributes
         ]
-        return copies, attributes, contents
+        return copies, attributes, contents, parameters
+
+    def _parameters(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        for module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield module, name, parameter
+
+    def _sum(self, parameter: nn.Parameter) -> str | None:
+        """In the first forward: tells whether `parameter.data` was written, which torch does not count."""
+        if self._num_forwards or _host.is_fake(parameter) or type(parameter) is not nn.Parameter:
+            return None
+        return repr(parameter.detach().sum().item()) if parameter.is_floating_point() else None
 
     def _copy(self, key: tuple[int, str], buffer: Tensor) -> Tensor | None:
         if key in self._written or not self._is_learned or buffer.nbytes <= _SMALL_BUFFER_BYTES:
@@ -134,13 +169,21 @@ class OwnState:
         """What a forward has changed since `before`: to be kept until `restored`.
 
         Raises:
-            RuntimeError: Where a large buffer that earlier forwards left alone has changed.
+            RuntimeError: Where a large buffer that earlier forwards left alone has changed, or a parameter.
         """
-        copies, attributes, contents = before
+        copies, attributes, contents, parameters = before
+        for module, name, parameter in self._parameters():
+            _, version, total = parameters.get(id(parameter), (None, parameter._version, None))
+            if version != parameter._version or total != self._sum(parameter):
+                raise RuntimeError(
+                    f"The parameter `{name}` of {type(module).__name__} is written in the block's forward, so that it "
+                    "cannot be computed again from the old values. Leave this block out of `Recompute(blocks=[...])`, "
+                    "or write the parameter outside of it."
+                )
         buffers: dict[tuple[int, str], Tensor] = {}
         for key, module, name, buffer in self._buffers():
             old, version, copy = copies.get(key, (None, -1, None))
-            if old is buffer and buffer._version == version and not _is_written_unseen(module, name):
+            if old is buffer and buffer._version == version and not self._is_written_unseen(key, module, buffer, copy):
                 continue
             self._written.add(key)
             if old is None:
@@ -152,7 +195,8 @@ class OwnState:
                     "with. Leave this block out of `Recompute(blocks=[...])`, or write the buffer in every forward."
                 )
             buffers[key] = copy
-        self._is_learned = True
+        if not any(_host.is_fake(tensor) for tensor, *_ in (*copies.values(), *parameters.values())):
+            self._is_learned, self._num_forwards = True, self._num_forwards + 1
         written: dict[int, dict[str, Any]] = {}
         for index, (module, old_attributes) in enumerate(zip(self._modules, attributes, strict=True)):
             for name, value in module.__dict__.items():
@@ -167,6 +211,17 @@ class OwnState:
         ]
         return buffers, written, insides
 
+    def _is_written_unseen(self, key: tuple[int, str], module: nn.Module, buffer: Tensor, copy: Tensor | None) -> bool:
+        """Whether a buffer was changed though its version says that it was not."""
+        if module.training and key[1] in ("running_mean", "running_var"):
+            return True  # norms write them within an operator that does not count it
+        if key not in self._hidden and copy is not None and not _host.is_fake(buffer):
+            # On other devices the host would wait for each comparison.
+            compares = buffer.device.type == "cpu" or self._num_forwards < _NUM_COMPARED
+            if compares and not torch.equal(buffer, copy):
+                self._hidden.add(key)
+        return key in self._hidden
+
     @contextmanager
     def restored(self, changed: Any) -> Iterator[None]:
         """Within, the block is as it was before its forward; what is written within is undone."""
@@ -178,8 +233,11 @@ class OwnState:
             for name in names
         }
         present_insides = [(value, contents_of(value)) for value, _ in insides]
-        for key, (module, name, _) in present.items():
-            module._buffers[name] = buffers[key].clone()
+        clones: dict[int, Tensor] = {}  # modules may share a buffer
+        for key, (module, name, buffer) in present.items():
+            if id(buffer) not in clones:
+                clones[id(buffer)] = buffers[key].clone()
+            module._buffers[name] = clones[id(buffer)]
         for value, old in insides:
             if old is not _UNKNOWN:
                 put_back(value, old)
@@ -198,11 +256,6 @@ class OwnState:
                     self._modules[index].__dict__.pop(name, None)
                 else:
                     self._modules[index].__dict__[name] = value
-
-
-def _is_written_unseen(module: nn.Module, name: str) -> bool:
-    """Norms write their running statistics within an operator that does not count it as a change."""
-    return module.training and name in ("running_mean", "running_var")
 
 
 def _startable(contents: Any) -> Any:

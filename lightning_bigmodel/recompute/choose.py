@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BlockCost", "BudgetError", "Choice", "Option", "choose", "options_of", "peak_bytes"]
+__all__ = ["BlockCost", "BudgetError", "Choice", "Option", "choose", "least_bytes", "options_of", "peak_bytes"]
 
 Choice = Literal["save", "selective", "recompute", "offload"]
 
@@ -111,9 +111,7 @@ def choose(
     found = _best(blocks, budget, bandwidth, prefetch, num_passes)
     if found is not None:
         return found
-    least = min(
-        peak_bytes(_smallest(options), num_passes, reserve) for options, reserve in _cases(blocks, bandwidth, prefetch)
-    )
+    least = least_bytes(blocks, bandwidth=bandwidth, prefetch=prefetch, num_passes=num_passes)
     largest = max(blocks, key=lambda block: block.saved_bytes)
     raise BudgetError(
         f"`budget={budget}` bytes do not hold what the blocks need at least: `{largest.name}` alone takes "
@@ -121,6 +119,12 @@ def choose(
         f"{num_passes} passes at a time. The least that would do is {least} bytes. Raise `budget`, or make "
         "micro-batches smaller."
     )
+
+
+def least_bytes(blocks: Sequence[BlockCost], *, bandwidth: float = 0.0, prefetch: int = 1, num_passes: int = 1) -> int:
+    """The least budget that would do, with the arguments of `choose`."""
+    cases = _cases(blocks, bandwidth, prefetch)
+    return min(peak_bytes(_smallest(options), num_passes, reserve) for options, reserve in cases)
 
 
 def peak_bytes(options: Sequence[Option], num_passes: int = 1, reserve: int = 0) -> int:

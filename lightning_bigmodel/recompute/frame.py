@@ -13,16 +13,18 @@ one input.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of, without_caches
+from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of, with_caches_of_their_own
+from lightning_bigmodel.recompute._generators import GeneratorStates
 from lightning_bigmodel.recompute.ambient import Ambient, Keeper, OwnState
+from lightning_bigmodel.recompute.noting import note_second_run
 
 __all__ = [
     "Contexts",
@@ -30,7 +32,6 @@ __all__ = [
     "Link",
     "RecomputeError",
     "kept_by_autograd",
-    "noting_second_runs",
     "run_again_in_backward",
 ]
 
@@ -90,19 +91,6 @@ class _Slot:
         self.value: Tensor | None = None
 
 
-_notes: list[Callable[[object, Tensor], None]] = []
-
-
-@contextmanager
-def noting_second_runs(note: Callable[[object, Tensor], None]) -> Iterator[None]:
-    """Within, `note(holder, tensor)` is told of each tensor that is computed again; it is kept while `holder` lives."""
-    _notes.append(note)
-    try:
-        yield
-    finally:
-        _notes.remove(note)
-
-
 class Link:
     """Connects frames of blocks that follow one another, for segments that keep the input of their first block only."""
 
@@ -155,6 +143,8 @@ class Frame:
         self.name = name
         self._watch = watch
         self.num_runs = 1
+        self.generators: GeneratorStates | None = None
+        self.stops_early = True  # in its second run, as soon as all is there
         self.own: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.second_context: AbstractContextManager[Any] = nullcontext()
         self._function, self._ambient = function, ambient
@@ -191,6 +181,8 @@ class Frame:
             if self._watch is not None:
                 self._watch("saved", tensor)
             slot = _Slot(self)
+            # Until the run is over: it may take gradients within itself.
+            slot.value = tensor.detach() if tensor.requires_grad else tensor
             self._slots.append(weakref.ref(slot))
             self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
             return slot
@@ -211,6 +203,10 @@ class Frame:
                     "`Recompute(blocks=[...])`."
                 )
         self._versions, self._is_over = [], True
+        for reference in self._slots:
+            slot = reference()
+            if slot is not None:
+                slot.value = None
 
     # -- second run ----------------------------------------------------------------------------------------------------
 
@@ -240,11 +236,13 @@ class Frame:
             raise RecomputeError(f"`{self.name}` has been computed again already, and what it had saved is gone.")
         inputs = self._inputs()
         args, kwargs = map_tensors(lambda position: inputs[position.index], self._arguments, Position)
+        args, kwargs = with_caches_of_their_own(args, kwargs)
         self.num_runs += 1
         self._next = 0
         complete = False
         hooks = saved_tensors_hooks(self._fill, lambda tensor: tensor)
-        with self._ambient.restored(), self.own(), hooks, self.second_context:
+        generators = nullcontext() if self.generators is None else self.generators.again()
+        with self._ambient.restored(), self.own(), generators, hooks, self.second_context:
             try:
                 output = self._function(*args, **kwargs)
                 complete = True
@@ -279,9 +277,8 @@ class Frame:
         value = tensor.detach() if tensor.requires_grad else tensor
         if slot is not None and slot.value is None:
             slot.value, slot.frame = value, None
-            for note in _notes:
-                note(slot, tensor)
-        if self._is_over and self._next == len(self._slots) and not self._promised:
+            note_second_run(slot, tensor)
+        if self.stops_early and self._is_over and self._next == len(self._slots) and not self._promised:
             raise _Stop
         return value
 
@@ -316,15 +313,23 @@ def run_again_in_backward(
 
     Memory: the inputs of the block, and its activations from the moment that backward reaches it.
     """
-    args, kwargs = without_caches(args, kwargs)
-    frame = Frame(name, function, args, kwargs, Ambient(keepers), link, watch)
+    # The frame's are never filled.
+    frame = Frame(name, function, *with_caches_of_their_own(args, kwargs), Ambient(keepers), link, watch)
     first: AbstractContextManager[Any] = nullcontext()
     if contexts is not None:
         first, frame.second_context = contexts()
     before = own.before()
-    with first, frame.recording():  # what `first` hands to autograd at its end is no part of the block
+    args, kwargs = with_caches_of_their_own(args, kwargs)
+    if not own.is_compiled:  # which cannot always be traced within a mode
+        frame.generators = GeneratorStates()
+    with (
+        frame.generators or nullcontext(),
+        first,
+        frame.recording(),
+    ):  # what `first` hands to autograd at its end is no part of it
         output = function(*args, **kwargs)
     changed = own.changed(before)
+    frame.stops_early = not own.has_hooks_on_both_ends()
     frame.own = lambda: own.restored(changed)
     frame.end_forward()
     if link is not None:

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_bigmodel import _host
 from lightning_bigmodel.recompute._arguments import tensors_of
-from lightning_bigmodel.recompute._storages import is_activation, storage_of
+from lightning_bigmodel.recompute._storages import is_activation, lasting_storages, storage_of
 from lightning_bigmodel.recompute.frame import Contexts, run_again_in_backward
+from lightning_bigmodel.recompute.outside import OutsideMeter
 from lightning_bigmodel.recompute.policy import Block, Chain, Treatment
 
 __all__ = ["BlockNumbers", "ChainMeter", "Metered", "operator_name"]
@@ -66,9 +67,11 @@ class ChainMeter:
     Args:
         chain: The blocks.
         counts_flops: Whether operators are counted, which takes some microseconds for each.
+        outside: Told of what blocks keep.
     """
 
-    def __init__(self, chain: Chain, *, counts_flops: bool) -> None:
+    def __init__(self, chain: Chain, *, counts_flops: bool, outside: OutsideMeter | None = None) -> None:
+        self._outside = outside
         self.numbers = {block.name: BlockNumbers(_kind(block)) for block in chain.blocks}
         self._counts_flops = counts_flops
         self._under_way = dict.fromkeys(self.numbers, 0)
@@ -92,10 +95,13 @@ class ChainMeter:
         self._last_index = block.index
         self._under_way[block.name] += 1
         numbers.num_passes = max(numbers.num_passes, self._under_way[block.name])
+        lasting = lasting_storages(block.module)
         found: dict[str, dict[Any, int]] = {"input": {}, "saved": {}, "kept": {}, "again": {}}
 
         def watch(what: str, tensor: Tensor) -> None:
-            if is_activation(tensor):
+            if what == "input" and self._outside is not None:
+                self._outside.belongs_to_block(tensor)
+            if is_activation(tensor, lasting):
                 reference, size = storage_of(tensor)
                 if self._seen.get(reference, block.index) == block.index:
                     found[what][reference] = size
@@ -104,7 +110,7 @@ class ChainMeter:
 
         first, second = (nullcontext(), nullcontext()) if contexts is None else contexts()
         is_cuda = any(tensor.is_cuda for tensor in tensors_of((args, kwargs)))
-        counter = FlopCounterMode(display=False) if self._counts_flops else nullcontext()
+        counter = _Counter(display=False) if self._counts_flops else nullcontext()
 
         def metered() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return _together(_kept(watch), counter, first), self._second(numbers, block, second, found, is_cuda)
@@ -188,6 +194,26 @@ def _kept(watch: Callable[[str, Tensor], None]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
+
+
+class _NoModules:
+    """For operations that are not dealt out to modules."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _Counter(FlopCounterMode):
+    """Without hooks on all modules, which no gradient may be taken under."""
+
+    def __init__(self, *, display: bool) -> None:
+        super().__init__(display=display)
+        self.mod_tracker: Any = _NoModules()
 
 
 @contextmanager

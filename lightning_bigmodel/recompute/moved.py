@@ -1,7 +1,8 @@
 """Saved tensors that are moved to the host as they are made, and fetched back ahead of their use.
 
-    forward of block i:    each storage that autograd saves starts on its way out, once; views of it are noted
-    end of it:             what block i - prefetch saved leaves the device, its copies being over
+    forward of block i:    each storage that autograd saves is noted, and its views
+    end of it:             these start on their way out, once; what block i - prefetch saved leaves the device, as soon
+                           as its copies are over
     backward of block i:   fetch what blocks i - 1 to i - prefetch saved; give up what later blocks had fetched
 
 So the device holds the saved tensors of at most `prefetch` + 1 blocks, however many there are.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_bigmodel import _host
-from lightning_bigmodel.recompute._away import AwayTensor, MovedStorage, SavedGroup, changed_message, span_of
+from lightning_bigmodel.recompute._away import AwayTensor, MovedStorage, Resident, SavedGroup, changed_message, span_of
 from lightning_bigmodel.recompute._storages import is_activation
 from lightning_bigmodel.recompute.link import Copy, Link
+from lightning_bigmodel.recompute.noting import note_moved
 from lightning_bigmodel.recompute.spill import SpillFolder
 
 __all__ = ["HostMemoryError", "MovedTensors"]
@@ -87,19 +89,27 @@ class MovedTensors:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def moving(self, name: str, index: int) -> Iterator[None]:
+    def moving(self, name: str, index: int, lasting: Collection[Any] = ()) -> Iterator[None]:
         """Within, what autograd saves is moved.
 
         Args:
             name: The block's, for messages.
             index: Its place; a pass goes through blocks in rising order.
+            lasting: See `lasting_storages`; these stay.
         """
         previous = self._last if self._last is not None and self._last.index < index else None
         if previous is None:
             self._forget_expired()
         group = self._last = SavedGroup(name, index, previous)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(group, tensor), self._unpack):
+
+        def pack(tensor: Tensor) -> Any:
+            return self._pack(group, tensor) if self._moves(tensor, lasting) else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
+        # Not as they are saved: autograd saves arguments before it runs an operator, which may write to them.
+        for storage in group.new_storages():
+            self._send(storage)
         self._recent.append(group)
         while len(self._recent) > self._prefetch:
             self._leave(self._recent.popleft())
@@ -112,8 +122,6 @@ class MovedTensors:
         }
 
     def _pack(self, group: SavedGroup, tensor: Tensor) -> Any:
-        if not self._moves(tensor):
-            return tensor
         start, stop = span_of(tensor)
         whole = tensor.untyped_storage().nbytes()
         # A part that is no view (of `unsafe_chunk`, as in recurrent cells) has a version of its own: code may have
@@ -130,15 +138,15 @@ class MovedTensors:
                 start, stop = 0, whole
             storage = MovedStorage(self, tensor, start, stop)
             known.append(weakref.ref(storage))
-            self._count_device(storage.num_bytes)
-            self._send(storage)
+            self._count_device(storage, tensor)
+            group.new.append(weakref.ref(storage))
         assert storage is not None
         group.add(storage)
         return AwayTensor(group, storage, tensor)
 
-    def _moves(self, tensor: Tensor) -> bool:
+    def _moves(self, tensor: Tensor, lasting: Collection[Any]) -> bool:
         return (
-            is_activation(tensor)
+            is_activation(tensor, lasting)
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not _host.is_fake(tensor)
@@ -209,13 +217,13 @@ class MovedTensors:
                 storage.out.wait()
                 self._in_flight = deque(item for item in self._in_flight if item[0] is not storage.out)
             self._link.release(storage.device_bytes())
-            storage.alias = storage.out = None
+            storage.alias = storage.out = storage.resident = None
             self.device_bytes -= storage.num_bytes
         if storage.fetched is not None:
             if storage.arriving is not None:
                 storage.arriving.wait()
             self._link.release(storage.fetched)
-            storage.fetched = storage.arriving = None
+            storage.fetched = storage.arriving = storage.resident = None
             self.device_bytes -= storage.num_bytes
 
     def forget(self, storage: MovedStorage) -> None:
@@ -227,8 +235,10 @@ class MovedTensors:
         if storage.file is not None:
             storage.file.remove()
 
-    def _count_device(self, num_bytes: int) -> None:
-        self.device_bytes += num_bytes
+    def _count_device(self, storage: MovedStorage, tensor: Tensor) -> None:
+        storage.resident = Resident()
+        note_moved(storage.resident, tensor)
+        self.device_bytes += storage.num_bytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -284,7 +294,7 @@ class MovedTensors:
         storage.fetched = self._link.device_buffer(storage.num_bytes)
         storage.arriving = self._link.start_in(host, storage.fetched)
         self.num_copies[1] += 1
-        self._count_device(storage.num_bytes)
+        self._count_device(storage, storage.fetched)
 
     def _refuse_without_room(self, group: SavedGroup) -> None:
         if not self._without_room:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_bigmodel.recompute._arguments import tensors_of
 from lightning_bigmodel.recompute._bytes import check_bytes
+from lightning_bigmodel.recompute._storages import lasting_storages
 from lightning_bigmodel.recompute.frame import run_again_in_backward
 from lightning_bigmodel.recompute.link import Link, link_of
 from lightning_bigmodel.recompute.moved import MovedTensors
@@ -137,7 +138,8 @@ class Moved(Treatment):
         self, chain: Chain, block: Block, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run the forward under hooks."""
-        with self.mover.of(block.module, (args, kwargs)).moving(block.name, block.index):
+        moved = self.mover.of(block.module, (args, kwargs))
+        with moved.moving(block.name, block.index, lasting_storages(block.module)):
             if not self._runs_again:
                 return function(*args, **kwargs)
             return run_again_in_backward(block.name, block.own, function, args, kwargs, keepers=chain.keepers)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_bigmodel.recompute._arguments import tensors_of
 from lightning_bigmodel.recompute._bytes import check_bytes
-from lightning_bigmodel.recompute.choose import BlockCost, BudgetError, Option, choose, peak_bytes
+from lightning_bigmodel.recompute.choose import BlockCost, BudgetError, Option, choose, least_bytes, peak_bytes
 from lightning_bigmodel.recompute.link import link_of, measured_bandwidth
 from lightning_bigmodel.recompute.measure import BlockNumbers, ChainMeter, Metered, operator_name
 from lightning_bigmodel.recompute.offload import Moved, Mover, Offload
+from lightning_bigmodel.recompute.outside import OutsideMeter
 from lightning_bigmodel.recompute.policy import Again, Chain, RecomputePolicy, Treatment
 from lightning_bigmodel.recompute.selective import Selective
 
@@ -31,6 +33,9 @@ class Plan:
         peak_bytes: Most that saved tensors of blocks take.
         budget: What they may take.
         bandwidth: Of the link, bytes a second; 0: nothing is moved.
+        least_bytes: The least budget that would have done.
+        outside_bytes: What the step saves outside of blocks, on top of the budget; None: other hooks on saved tensors
+            have hidden it.
     """
 
     names: tuple[str, ...]
@@ -39,6 +44,8 @@ class Plan:
     peak_bytes: int
     budget: int
     bandwidth: float
+    least_bytes: int
+    outside_bytes: int | None
 
 
 class Optimal(RecomputePolicy):
@@ -47,15 +54,16 @@ class Optimal(RecomputePolicy):
     The first training batch runs with every block computed again, the most modest policy, and measures bytes,
     operations and seconds of each; the second, results of operators kept on one block of each kind. Then the choice is
     made by dynamic programming over the chain (arXiv 1911.13214, extended; see `recompute.choose`), on all ranks by
-    the largest numbers of any, and printed as a table. The budget is for what blocks save; weights, optimizer states,
-    and what the step saves outside of blocks come on top. Do not use it where shapes grow after the first two batches:
-    the plan is that of those.
+    the largest numbers of any, and printed as a table. The budget is for what blocks save. Weights, gradients and
+    optimizer states come on top, and so does what the step saves outside of blocks (embeddings, head, loss), which is
+    measured and has a line of its own in the table, with a word where it does not fit the budget too. Do not use it
+    where shapes grow after the first two batches: the plan is that of those.
 
     Memory of the device: the budget, for what blocks save. Compute: what the table says. Communication: two small
     messages of every rank, at the beginning.
 
     Args:
-        budget: Bytes a rank, or such as `"24GiB"`.
+        budget: Bytes of a rank that blocks may save, or such as `"24GiB"`.
         keep: Operators whose results may be kept, see `Selective`.
         prefetch: For moved blocks, see `Offload`.
 
@@ -81,6 +89,7 @@ class Optimal(RecomputePolicy):
         self.plans: list[Plan] = []
         self._meters: list[ChainMeter] = []
         self._chosen: set[str] = set()
+        self._outside = OutsideMeter()
 
     def bandwidth(self, chain: Chain) -> float:
         """Bytes a second of the link; 0 where there is none to move over, as on a CPU."""
@@ -92,8 +101,13 @@ class Optimal(RecomputePolicy):
     def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
         """Everything is computed again, and measured."""
         self.plan, self.plans = None, []
-        self._meters = [ChainMeter(chain, counts_flops=not chain.is_compiled)]
+        self._outside = OutsideMeter()
+        self._meters = [ChainMeter(chain, counts_flops=not chain.is_compiled, outside=self._outside)]
         return [Metered(self._meters[0]) for _ in chain.blocks]
+
+    def around_batch(self) -> AbstractContextManager[None]:
+        """While all blocks are measured, what lies outside of them is too."""
+        return self._outside.watching() if len(self._meters) == 1 else nullcontext()
 
     def revised(self, chain: Chain, gather: Callable[[Any], list[Any]]) -> Sequence[Treatment | None] | None:
         """After the first batch, operators' results are kept on some blocks; after the second, the choice is made."""
@@ -132,9 +146,13 @@ class Optimal(RecomputePolicy):
         return treatments
 
     def _decide(self, chain: Chain, gather: Callable[[Any], list[Any]]) -> Sequence[Treatment | None]:
-        bandwidth = min(gather(self.bandwidth(chain)))
+        names = tuple(block.name for block in chain.blocks)
+        told = gather((self.bandwidth(chain), names, self._outside.num_bytes))
+        bandwidth = min(each[0] for each in told)
+        # Ranks of the same blocks have the same plan.
+        outside = max((n for _, theirs, n in told if theirs == names and n is not None), default=None)
         kept = {operator_name(op) for op in Selective(self.keep).operators()}
-        costs = _costs([block.name for block in chain.blocks], self._full, self._selective, kept)
+        costs = _costs(names, self._full, self._selective, kept)
         num_passes = max((self._full[block.name].num_passes for block in chain.blocks), default=1)
         found: Plan | str
         try:
@@ -143,15 +161,19 @@ class Optimal(RecomputePolicy):
                 (c.saved_bytes for c, o in zip(costs, options, strict=True) if o.choice == "offload"), default=0
             )
             found = Plan(
-                tuple(cost.name for cost in costs),
+                names,
                 tuple(options),
                 tuple(cost.saved_bytes for cost in costs),
                 peak_bytes(options, num_passes, (self.prefetch + 1) * moved),
                 self.budget,
                 bandwidth,
+                least_bytes(costs, bandwidth=bandwidth, prefetch=self.prefetch, num_passes=num_passes),
+                outside,
             )
         except BudgetError as error:
             found = str(error)
+            if outside:
+                found += f" What the step saves outside of blocks, {outside} bytes, comes on top of it."
         everyone = gather(found)
         for rank, theirs in enumerate(everyone):
             if isinstance(theirs, str):

@@ -1,4 +1,4 @@
-"""A plan as a table: for each block the choice, the bytes it saves, and the seconds it pays."""
+"""A plan as a table: for each block the choice, the bytes it saves, and the seconds it pays; and what is outside."""
 
 from __future__ import annotations
 
@@ -38,8 +38,16 @@ def plan_table(plans: Sequence[Plan]) -> Table:
             )
         total = sum(option.seconds for option in plan.options)
         freed = sum(max(0, saved - o.kept) for o, saved in zip(plan.options, plan.saved_bytes, strict=True))
+        if plan.outside_bytes is None or plan.outside_bytes:
+            outside = "not measured" if plan.outside_bytes is None else shown_bytes(plan.outside_bytes)
+            table.add_row(str(rank), "outside", "on top of all", outside, "", "")
         most = f"at most {shown_bytes(plan.peak_bytes)}"
         table.add_row(
             str(rank), "all", most, "", shown_bytes(freed), f"{1000 * total:.2f} ms", style="bold", end_section=True
+        )
+    needed = max(plan.least_bytes + (plan.outside_bytes or 0) for plan in plans)
+    if needed > first.budget:
+        table.caption = (
+            f"The budget is for blocks alone; with what is outside, a rank takes {shown_bytes(needed)} or more."
         )
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +48,14 @@ class Chain:
     Attributes:
         blocks: The blocks.
         ends_in_backward: Whether the backward of the last block directly follows its forward.
+        is_gathered: Whether parameters of a block are there around its own forward and backward only (ZeRO 3).
         keepers: See `Ambient`.
         link: Connects blocks of a segment.
     """
 
     blocks: Sequence[Block]
     ends_in_backward: bool = True
+    is_gathered: bool = False
     keepers: Sequence[Keeper] = ()
     link: Link = field(default_factory=Link)
 
@@ -147,6 +150,10 @@ class RecomputePolicy(ABC):
         Raises:
             ValueError: For settings that cannot take effect on this chain.
         """
+
+    def around_batch(self) -> AbstractContextManager[None]:
+        """What each training batch runs within."""
+        return nullcontext()
 
     def revised(self, chain: Chain, gather: Callable[[Any], list[Any]]) -> Sequence[Treatment | None] | None:
         """Called after each training batch: what is done from now on, or None for what was done before.

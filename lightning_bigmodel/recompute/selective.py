@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_bigmodel import _host
 from lightning_bigmodel.mesh.rng import RngState, capture_rng, restore_rng
 from lightning_bigmodel.recompute._arguments import Position, map_tensors, tensors_of
+from lightning_bigmodel.recompute._generators import drawn_from
 from lightning_bigmodel.recompute.frame import Contexts, RecomputeError, kept_by_autograd
 from lightning_bigmodel.recompute.policy import Again, Chain, RecomputePolicy, Treatment
 
@@ -90,11 +91,13 @@ class _Result:
             has changed a tensor in it in place since, so that the operator has to run again.
         versions: Of its tensors, when it was made.
         after: Random states after a random operator: what the next one goes on from.
+        generator_after: State of the generator that it was given, if any.
     """
 
     value: Any
     versions: list[int]
     after: RngState | None
+    generator_after: Tensor | None = None
 
 
 class _Kept:
@@ -107,11 +110,12 @@ class _Kept:
         self._of_storage: dict[Any, list[_Result]] = defaultdict(list)
         self._read: Callable[[int], Tensor] | None = None
 
-    def add(self, func: Any, output: Any) -> None:
+    def add(self, func: Any, output: Any, generator: torch.Generator | None) -> None:
         """Note a result."""
         value = map_tensors(_host.alias_below_autograd, output)
         after = capture_rng() if torch.Tag.nondeterministic_seeded in func.tags else None
-        result = _Result(value, [tensor._version for tensor in tensors_of(value)], after)
+        generator_after = None if generator is None else generator.get_state()
+        result = _Result(value, [tensor._version for tensor in tensors_of(value)], after, generator_after)
         self.results[func].append(result)
         for tensor in tensors_of(value):
             self._of_storage[_host.storage_reference(tensor)].append(result)
@@ -169,7 +173,7 @@ class _First(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func in self.kept.keep:
-            self.kept.add(func, output)
+            self.kept.add(func, output, drawn_from(kwargs))
         elif func._schema.is_mutable:
             self.kept.lose_written(func, args, kwargs or {})
         return output
@@ -188,6 +192,9 @@ class _Second(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if result.after is not None:
             restore_rng(result.after)
+        generator = drawn_from(kwargs)
+        if generator is not None and result.generator_after is not None:
+            generator.set_state(result.generator_after)
         return self.kept.value(result)
 
 

@@ -26,7 +26,7 @@ class SquareRoot(RecomputePolicy):
         segment: Blocks of a segment. Default: ceil(sqrt(n)).
 
     Raises:
-        ValueError: For what is no whole number of at least 2.
+        ValueError: For what is no whole number of at least 2; with `compile_blocks` under `zero_stage=3`.
 
     Example:
         >>> from lightning_bigmodel import Recompute, SquareRoot
@@ -40,6 +40,12 @@ class SquareRoot(RecomputePolicy):
 
     def treatments(self, chain: Chain) -> Sequence[Treatment | None]:
         """Of each segment, its first input only."""
+        if chain.is_compiled and chain.is_gathered:
+            raise ValueError(
+                "`SquareRoot` computes a segment's blocks again before the backward of each, where `zero_stage=3` has "
+                "not gathered their parameters for compiled code (`compile_blocks`). Use `Full()`, `zero_stage=2`, or "
+                "leave `compile_blocks` out."
+            )
         count = len(chain.blocks)
         size = self.segment or math.isqrt(max(0, count - 1)) + 1
         last = (count - 1) // size if chain.ends_in_backward else count

@@ -58,6 +58,7 @@ from lightning_bigmodel.pipeline.ownership import broadcast_module, broadcast_te
 from lightning_bigmodel.pipeline.schedules import check_schedule
 from lightning_bigmodel.pipeline.token_weight import TokenWeight
 from lightning_bigmodel.precision.bigmodel import PRECISIONS, BigModelPrecision
+from lightning_bigmodel.recompute.noting import noting_hidden
 from lightning_bigmodel.replicas.all_reduce import all_reduce_sum
 from lightning_bigmodel.replicas.sync import GradientSync, ReplicaSync
 from lightning_bigmodel.sharding.fused import check_fused, choose_fused
@@ -454,6 +455,7 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
         )
         self._begin_loss_scaling()
         self._engine.resident_bytes = lambda: resident_bytes(self)
+        self._engine.noting_hidden = noting_hidden
         self._engine.signal = self._own_signals
         if fitting:
             # Before the trace, as a step may ask for its optimizers. Parameters stay the same objects throughout.

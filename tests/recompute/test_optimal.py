@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from lightning_bigmodel.recompute.full import Full
 from lightning_bigmodel.recompute.install import TreatedBlocks
 from lightning_bigmodel.recompute.moved import MovedTensors
 from lightning_bigmodel.recompute.offload import Moved
-from lightning_bigmodel.recompute.optimal import Optimal
+from lightning_bigmodel.recompute.optimal import Optimal, Plan
 from lightning_bigmodel.recompute.plan_table import plan_table
 from lightning_bigmodel.recompute.policy import Block, Chain, RecomputePolicy
 from lightning_bigmodel.recompute.selective import Selective
@@ -153,6 +154,63 @@ def test_blocks_are_moved_where_the_link_is_fast(plain: Any) -> None:
     assert sum("blocks." in row for row in rows) == NUM_BLOCKS
     assert "offload" in text.getvalue()
     assert any("at most" in row for row in rows)
+
+
+class Head(nn.Module):
+    """What a step does outside of blocks: a table of words, a norm, a product and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(20, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20)
+
+    def forward(self, hidden: Tensor, words: Tensor) -> Tensor:
+        """Cross entropy."""
+        return nn.functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), words.flatten())
+
+
+def _planned(blocks: nn.ModuleList, outer: Head, budget: int | str, is_hidden: bool) -> tuple[Plan, str]:
+    """The plan of a training run, and its table."""
+    words = torch.randint(20, (SAMPLES, POSITIONS))
+    policy = Optimal(budget)
+    chain = Chain([Block(f"blocks.{index}", block, index) for index, block in enumerate(blocks)])
+    treated = TreatedBlocks(chain, policy.treatments(chain))
+    try:
+        for _ in range(2):
+            hides = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            with policy.around_batch(), hides if is_hidden else nullcontext():
+                hidden = outer.words(words)
+                for block in blocks:
+                    hidden = block(hidden)
+                outer(hidden, words).backward()
+            treated.treat(policy.revised(chain, lambda own: [copy.deepcopy(own)]))
+    finally:
+        treated.close()
+    text = io.StringIO()
+    Console(file=text, width=120).print(plan_table(policy.plans))
+    assert policy.plan is not None
+    return policy.plan, text.getvalue()
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_what_lies_outside_of_blocks_is_measured(is_hidden: bool) -> None:
+    """A budget that is kept and memory that runs out all the same; the input of a block, counted twice."""
+    torch.manual_seed(0)
+    blocks, outer = TinyTransformer(WIDTH, 3, num_positions=POSITIONS).blocks, Head()
+    tokens = SAMPLES * POSITIONS
+    # Words; of the norm its input, means and deviations; of the product its input; of the loss the logarithms of its
+    # shares, and their number. The output of the table of words is the first block's input.
+    outside = 8 * tokens + BOUNDARY + 2 * 4 * tokens + BOUNDARY + 4 * 20 * tokens + 4
+    plan, table = _planned(blocks, outer, "1MiB", is_hidden)
+    assert plan.outside_bytes == (None if is_hidden else outside)
+    row = "not measured" if is_hidden else f"{outside / 1024:.1f} KiB"
+    assert any("outside" in line and row in line for line in table.splitlines())
+    said = "The budget is for blocks alone; with what is outside, a rank takes"
+    assert said not in table
+    _, table = _planned(blocks, outer, plan.least_bytes + outside // 2, is_hidden)
+    assert (said in table) != is_hidden
+    with pytest.raises(BudgetError) as caught:
+        _planned(blocks, outer, plan.least_bytes - 1, is_hidden)
+    assert (f"saves outside of blocks, {outside} bytes, comes on top of it." in str(caught.value)) != is_hidden
 
 
 # -- the choice itself -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -44,31 +45,40 @@ def _gpt2() -> tuple[Any, Any]:
     return model, model.transformer.h
 
 
-def _gradients(make: Any, policy: Any, use_cache: bool) -> list[torch.Tensor]:
+def _t5() -> tuple[Any, Any]:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    return model, [*model.encoder.block, *model.decoder.block]
+
+
+def _gradients(make: Any, policy: Any, prefix: int | None, use_cache: bool = True) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model, layers = make()
     model.train()
     chain = Chain([Block(str(index), layer, index) for index, layer in enumerate(layers)])
     treated = None if policy is None else TreatedBlocks(chain, policy.treatments(chain))
     torch.manual_seed(3)
-    model(input_ids=TOKENS, labels=TOKENS, use_cache=use_cache).loss.backward()
+    learned = torch.randn(2, 2, 2, prefix or 1, 8, requires_grad=True)  # keys and values of two heads
+    given: dict[str, Any] = {"use_cache": use_cache}
+    if prefix is not None:
+        given["past_key_values"] = DynamicCache([tuple(learned) for _ in layers])
+    model(input_ids=TOKENS, labels=TOKENS, **given).loss.backward()
     if treated is not None:
         treated.close()
-    return [parameter.grad for parameter in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()] + ([] if prefix is None else [learned.grad])
 
 
 @pytest.mark.filterwarnings("ignore:`loss_type=None`")
-@pytest.mark.parametrize("make", [_llama, _gpt2])
-def test_gradients(make: Any) -> None:
-    """A cache that has each key twice in the second run."""
-    expected = _gradients(make, None, False)
-    for policy in (Full(), SquareRoot(), Selective(), Offload(min_bytes=0)):
-        found = _gradients(make, policy, False)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        # With a cache in one of them, keys lie otherwise in memory: sums may round otherwise.
-        found = _gradients(make, policy, True)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+@pytest.mark.parametrize(("make", "prefix"), [(_llama, None), (_llama, 3), (_gpt2, None), (_gpt2, 3), (_t5, None)])
+def test_gradients(make: Any, prefix: int | None) -> None:
+    """A cache that has each key twice in the second run, or none, with keys that lie otherwise; a lost prefix."""
+    for use_cache in (True,) if prefix else (True, False):
+        expected = _gradients(make, None, prefix, use_cache)
+        assert all(gradient is not None for gradient in expected)
+        for policy in (Full(), SquareRoot(), Selective(), Offload(min_bytes=0)):
+            found = _gradients(make, policy, prefix, use_cache)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), policy
 
 
 def test_blocks_of_an_encoder_and_a_decoder() -> None:

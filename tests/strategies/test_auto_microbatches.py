@@ -197,6 +197,28 @@ def test_sizes_are_searched_between_what_fits_and_what_does_not() -> None:
     assert sizer.num_parts(batch) > 3
 
 
+def test_a_measured_step_takes_the_place_of_the_estimate() -> None:
+    """A size by what the trace believes, or one beyond what fits, tried because of it."""
+    batch = torch.zeros(64, 4)
+    for held, free, expected in ((2, 1000.0, 16), (2, 4000.0, 4), (2, 8000.0, 1), (16, 1000.0, 1), (16, 500.0, 32)):
+        sizer = MicrobatchSizer()
+        sizer.estimate(batch, 1e9, free)
+        assert sizer.num_parts(batch) == 64
+        sizer.fitted(batch, 64)
+        # In 16 parts 1000 bytes are kept at most: 500 of each where two are held, so 8000 of a batch; or 1000 of it.
+        sizer.measured(batch, 16, 1000, held, free)
+        assert sizer.num_parts(batch) == expected
+        sizer.fitted(batch, expected)
+        for _ in range(3):  # nothing far beyond is tried
+            assert expected * 0.7 < sizer.num_parts(batch) <= expected
+            sizer.fitted(batch, sizer.num_parts(batch))
+    sizer = MicrobatchSizer()
+    sizer.failed(batch, 2)
+    known = sizer.num_parts(batch)
+    sizer.measured(batch, 16, 1, 1, 1000.0)  # memory has run out, whatever was measured
+    assert sizer.num_parts(batch) == known > 2
+
+
 def test_the_limit_counts_each_storage_while_it_is_kept() -> None:
     """Views counted twice, parameters counted at all, or what is given up counted for ever."""
     limit, layer = MemoryLimit(10_000), nn.Linear(10, 10)
