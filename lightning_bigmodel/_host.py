@@ -806,6 +806,12 @@ def living_iterator(loader: Any) -> Any:
     return loader._iterator if has_workers(loader) else None
 
 
+def has_batches_on_their_way(loader: Any) -> bool:
+    """Whether persistent workers load batches of an epoch that was cut short (torch 2.11 - 2.14)."""
+    iterator = living_iterator(loader)
+    return iterator is not None and iterator._tasks_outstanding > 0
+
+
 def change_results(iterator: Any, change: Callable[[Any], Any]) -> None:
     """Let what workers give pass through a function, before a DataLoader's iterator sees it (torch 2.11 - 2.14)."""
     own = weakref.ref(iterator)  # not a cycle: an iterator that is dropped ends its workers at once

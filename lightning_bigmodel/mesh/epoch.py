@@ -24,7 +24,7 @@ _READY, _DRY, _FAILED = 0, 1, 2
 _SAMPLERS = ("sampler", "batch_sampler", "base_sampler", "base_batch_sampler")
 _RNG_NAMES = ("start_rng", "first_rng", "next_rng")
 _WORKER_NAMES = ("start_workers", "workers")
-_PLAIN_NAMES = ("num_batches", "loader_state", "start_generators", "generators", "was_reset")
+_PLAIN_NAMES = ("num_batches", "loader_state", "start_generators", "generators", "was_reset", "is_cut")
 
 
 @dataclass(kw_only=True)
@@ -72,6 +72,7 @@ class Position:
         start_generators: States that generators of the loader itself began the epoch with.
         generators: Their states now.
         was_reset: Whether workers of an earlier epoch went on.
+        is_cut: Whether living workers load batches beyond those that were used.
         start_workers: Random states that these began the epoch with, by worker.
         workers: Their states now.
         next_rng: Random state under which a further batch was loaded ahead of its use, if one was.
@@ -86,6 +87,7 @@ class Position:
     start_generators: tuple[torch.Tensor, ...] = ()
     generators: tuple[torch.Tensor, ...] = ()
     was_reset: bool = False
+    is_cut: bool = False
     start_workers: Mapping[int, RngState] = field(default_factory=dict)
     workers: Mapping[int, RngState] = field(default_factory=dict)
 
@@ -179,6 +181,7 @@ class EpochBatches(Iterator[Any]):
             start_generators=self._start_generators,
             generators=_generator_states(self._plan.loader),
             was_reset=self._was_reset,
+            is_cut=_host.has_batches_on_their_way(self._plan.loader),
             start_workers=self._start_workers,
             workers=worker_states(self._plan.loader),
         )
@@ -186,10 +189,12 @@ class EpochBatches(Iterator[Any]):
     @staticmethod
     def restore_generators(loader: Any, position: Position) -> None:
         """Between epochs: generators of the loader itself go on from where they were, and so do living workers."""
-        if position.workers:
-            ambient = capture_rng()
+        ambient = capture_rng()
+        if position.is_cut:  # what workers have drawn for batches that nobody took depends on how far they had come
+            _take_again(loader, position)
+        elif position.workers:
             start_workers(loader, position.workers)
-            restore_rng(ambient)
+        restore_rng(ambient)
         _set_generators(loader, position.generators)
 
     def resume_at(self, position: Position) -> None:
@@ -201,11 +206,7 @@ class EpochBatches(Iterator[Any]):
         loader = self._plan.loader
         try:
             if position.start_rng is not None and self._plan.loads:
-                _host.forget_workers(loader)
-                if position.was_reset:
-                    start_workers(loader, position.start_workers)
-                _set_generators(loader, position.start_generators)
-                restore_rng(position.start_rng)
+                _begin_again(loader, position)
                 if self._iterator is None and not (self._plan.replicated and self._plan.model_size > 1):
                     self._start()
                     restore_rng(position.first_rng or position.start_rng)
@@ -358,6 +359,26 @@ def _generator_states(loader: Any) -> tuple[torch.Tensor, ...]:
 def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(_generators(loader), states, strict=False):
         generator.set_state(state)
+
+
+def _begin_again(loader: Any, position: Position) -> None:
+    """Bring random states and living workers to where they were when an epoch began."""
+    assert position.start_rng is not None
+    _host.forget_workers(loader)
+    if position.was_reset:
+        start_workers(loader, position.start_workers)
+    _set_generators(loader, position.start_generators)
+    restore_rng(position.start_rng)
+
+
+def _take_again(loader: Any, position: Position) -> None:
+    """What was used of an epoch is loaded once more and dropped."""
+    _begin_again(loader, position)
+    batches = begin_epoch(loader)
+    if position.first_rng is not None:
+        restore_rng(position.first_rng)
+    for _ in range(position.num_batches):
+        next(batches)
 
 
 def source_rng(own: RngState, plan: LoadPlan) -> RngState:

@@ -175,6 +175,13 @@ def test_loaders_with_habits(layout: str, kind: str, when: str, tmp_path: Path) 
     check(layout, when, tmp_path, habit=kind)
 
 
+@pytest.mark.parametrize("when", ["validation", "epoch"])
+@pytest.mark.parametrize("layout", ["one", "zero2"])
+def test_epochs_that_are_cut_short(layout: str, when: str, tmp_path: Path) -> None:
+    """Noise that workers have drawn for batches that nobody took."""
+    check(layout, when, tmp_path, habit="persistent", limit_train_batches=4, max_epochs=3)
+
+
 @pytest.mark.parametrize("when", ["middle", "second_epoch"])
 def test_the_windows_of_a_schedule_go_on(when: str, tmp_path: Path) -> None:
     """A callback that sets the window where an epoch starts, as a resumed one does not."""
