@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -377,8 +378,8 @@ def _take_again(loader: Any, position: Position) -> None:
     batches = begin_epoch(loader)
     if position.first_rng is not None:
         restore_rng(position.first_rng)
-    for _ in range(position.num_batches):
-        next(batches)
+    for _ in itertools.islice(batches, position.num_batches):
+        pass
 
 
 def source_rng(own: RngState, plan: LoadPlan) -> RngState:
