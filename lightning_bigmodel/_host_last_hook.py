@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dis
 import inspect
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -18,31 +20,10 @@ from lightning_bigmodel._plain import copied, is_plain, num_bytes
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["call_due_hook", "due_hook", "forget_outputs", "keep_outputs"]
+__all__ = ["call_due_hook", "due_hook"]
 
 _HOOK = "on_train_batch_end"
 _MOST_BYTES = 16 * 2**20
-
-
-def keep_outputs(trainer: pl.Trainer) -> None:
-    """Remember what each batch gives for the hooks at its end, which is a local variable of `_TrainingEpochLoop`."""
-    if not is_overridden(_HOOK, trainer.lightning_module):
-        return
-    for loop in _optimizations(trainer):
-        run = type(loop).run.__get__(loop)
-
-        def run_and_keep(*args: Any, run: Any = run, loop: Any = loop, **kwargs: Any) -> Any:
-            loop.__dict__["bigmodel_outputs"] = outputs = run(*args, **kwargs)
-            return outputs
-
-        loop.__dict__["run"] = run_and_keep
-
-
-def forget_outputs(trainer: pl.Trainer) -> None:
-    """Undo `keep_outputs`."""
-    for loop in _optimizations(trainer):
-        for name in ("run", "bigmodel_outputs"):
-            loop.__dict__.pop(name, None)
 
 
 def due_hook(trainer: pl.Trainer) -> dict[str, Any] | None:
@@ -59,14 +40,17 @@ def due_hook(trainer: pl.Trainer) -> dict[str, Any] | None:
     if not (trainer.training and is_at_end and is_overridden(_HOOK, module)):
         return None
     hook = inspect.unwrap(getattr(type(module), _HOOK))
-    if _is_running(hook):
-        return None
-    used = _used_arguments(hook)
-    results: Any = trainer._results
-    outputs = next((vars(each)["bigmodel_outputs"] for each in _optimizations(trainer) if "run" in vars(each)), None)
-    given = {"outputs": outputs, "batch": results.batch}
-    given = {name: value if name in used else None for name, value in given.items()}
-    missing = [name for name, value in given.items() if not is_plain(value) or num_bytes(value) > _MOST_BYTES]
+    if _running(hook) is not None:
+        return None  # the module itself saves in it
+    # What is handed to hooks are local variables there, which nothing else may keep alive.
+    advance = _running(_TrainingEpochLoop.advance)
+    local = {} if advance is None else advance.f_locals
+    used, given = _used_arguments(hook), {}
+    missing = []
+    for name, variable in (("outputs", "batch_output"), ("batch", "batch")):
+        value = given[name] = local.get(variable) if name in used else None
+        if name in used and variable not in local or not is_plain(value) or num_bytes(value) > _MOST_BYTES:
+            missing.append(name)
     if missing:
         return {"missing": missing}
     return {**{name: copied(value) for name, value in given.items()}, "batch_idx": loop.batch_idx}
@@ -84,17 +68,12 @@ def call_due_hook(trainer: pl.Trainer, due: dict[str, Any]) -> None:
     connector._first_loop_iter = before
 
 
-def _optimizations(trainer: pl.Trainer) -> tuple[Any, Any]:
-    loop = trainer.fit_loop.epoch_loop
-    return loop.automatic_optimization, loop.manual_optimization
-
-
-def _is_running(function: Any) -> bool:
-    """Whether a function is being called: the module itself saves in its hook."""
+def _running(function: Any) -> FrameType | None:
+    """The innermost call of a function that is going on; None without one."""
     code, frame = getattr(function, "__code__", None), inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def _used_arguments(function: Any) -> set[str]:

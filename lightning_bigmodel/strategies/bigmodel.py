@@ -42,7 +42,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_bigmodel import _host, _host_checkpoints, _host_last_hook
+from lightning_bigmodel import _host, _host_checkpoints
 from lightning_bigmodel.checkpoint import interrupted_names, newest_complete, saved_hyper_parameters
 from lightning_bigmodel.mesh import Layout, MeshLoader, build_pipe_subgroups, build_rank_mesh, seeded_rng
 from lightning_bigmodel.mesh.failures import FailureGuard, RankFailedError
@@ -785,7 +785,6 @@ class BigModelStrategy(CheckpointMixin, SavingHooks, ManualOptimization, Gradien
             _host.remove_clipper(self)
             self._end_manual()
             _host.unfollow_finetuning(self._trainer())
-            _host_last_hook.forget_outputs(self._trainer())
             if self._compiled is not None:
                 self._compiled.restore()
                 self._compiled = None

@@ -160,7 +160,6 @@ class RunState(ReplicaSyncing):
         """At the start of training, when all hooks before it have run. Collective where batches are sent."""
         state, self._saved_run = self._saved_run, None
         trainer = self._trainer()
-        _host_last_hook.keep_outputs(trainer)
         _host_checkpoints.take_up_links(trainer, self.broadcast)
         if state is None:
             metrics, self._saved_metrics = self._saved_metrics, {}
