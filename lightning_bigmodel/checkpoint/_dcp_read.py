@@ -100,9 +100,10 @@ class Reading:
         wanted = set(keys)
         for name, items in self._reader.by_file(self._plan):
             chosen = [item for item in items if item.dest_index.fqn in wanted]
-            with self._reader.opened(name) as file:
-                for item in chosen:
-                    self._reader.check(file, item)
+            if chosen:
+                with self._reader.opened(name) as file:
+                    for item in chosen:
+                        self._reader.check(file, item)
 
     def run(self) -> None:
         """Read.
