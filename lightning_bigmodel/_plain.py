@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -26,7 +27,7 @@ def copied(value: Any) -> Any:
     """A copy of a plain value, its tensors on the CPU and without a graph, numbers of numpy as Python's."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(copied, value))

@@ -27,22 +27,9 @@ from lightning_bigmodel.checkpoint._pickle import UnreadableContentError, check_
 from lightning_bigmodel.checkpoint._stored import StoredTensor, find_tensor, read_bytes
 from lightning_bigmodel.checkpoint.regions import TensorRegions
 
-__all__ = ["Progress", "Reading", "read_values"]
+__all__ = ["Progress", "Reading"]
 
 Progress = Callable[[str], None]
-
-
-def read_values(
-    directory: Path,
-    targets: dict[str, Any],
-    *,
-    weights_only: bool,
-    on_read: Progress | None = None,
-    is_ours: bool = True,
-    is_mapped: bool = False,
-) -> None:
-    """Read the keys of ``targets`` in place, without communication; the arguments are those of `Reading`."""
-    Reading(directory, targets, weights_only=weights_only, on_read=on_read, is_ours=is_ours, is_mapped=is_mapped).run()
 
 
 class Reading:

@@ -172,14 +172,14 @@ def read_mapped(
         if progress is not None:
             progress(num_read, len(values), key)
 
-    _dcp_read.read_values(
+    _dcp_read.Reading(
         source,
         values,
         weights_only=weights_only,
         on_read=count,
         is_ours=not isinstance(index, ForeignIndex),
         is_mapped=True,
-    )
+    ).run()
     return values
 
 

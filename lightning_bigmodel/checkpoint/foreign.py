@@ -109,7 +109,7 @@ def read_parts(directory: Path, index: CheckpointIndex, *, weights_only: bool) -
         if isinstance(entry, TensorStorageMetadata):  # a learning rate may be one
             values[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     if values:
-        _dcp_read.read_values(directory, values, weights_only=weights_only, is_ours=False)
+        _dcp_read.Reading(directory, values, weights_only=weights_only, is_ours=False).run()
     nested = unflatten_state_dict(values, index.group_paths)
     numbers = range(index.num_optimizers or 0)
     return {

@@ -66,14 +66,14 @@ class WeightsPlan:
                 if progress is not None:
                     progress(len(read), len(targets), key)
 
-            _dcp_read.read_values(
+            _dcp_read.Reading(
                 path,
                 {keys[name]: target for name, target in targets.items()},
                 weights_only=weights_only,
                 on_read=report,
                 is_ours=not isinstance(index, ForeignIndex),
                 is_mapped=True,
-            )
+            ).run()
 
         left_out = [name for name in order if name not in entries]
         return cls(entries, parts["metadata"].get(SAME_TENSOR, []), left_out, fill)

@@ -9,6 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_bigmodel._plain import copied
 from lightning_bigmodel.replicas.dense import AllReduce
 from lightning_bigmodel.replicas.sync import ParameterSync
 from lightning_bigmodel.strategies.replica_weights import ReplicaWeights
@@ -44,7 +45,7 @@ class ReplicaState(ReplicaWeights):
                     {names[id(p)]: entries for p, entries in optimizer.state.items() if id(p) in names}
                     for optimizer in self.optimizers
                 ]
-        found: dict[str, Any] = _on_host(state)
+        found: dict[str, Any] = copied(state)
         return found
 
     def _take_replica_state(self, states: Sequence[Mapping[str, Any] | None] | None, *, is_own: bool) -> None:
@@ -127,13 +128,3 @@ def _copy_state(state: dict[str, Any], saved: Mapping[str, Any], device: torch.d
         else:
             # Counts of steps stay on the host, where optimizers look at them.
             state[key] = value.to(device) if isinstance(value, Tensor) and value.ndim else value
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(item) for item in value)
-    return value
